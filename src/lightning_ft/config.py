@@ -1,0 +1,130 @@
+"""The settings of a job: resolved once, checked once, frozen.
+
+Order of precedence for each: argument, `LIGHTNING_FT_<NAME>`, alias, default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+ENV_PREFIX = "LIGHTNING_FT_"
+
+_ALIASES = {
+    "enable": "HCCL_FT_ENABLE",
+    "max_failures": "HCCL_FT_MAX_FAILURES",
+}
+"""Names that operators of other stacks have in their job files."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """What a user can configure. Durations are seconds.
+
+    Attributes:
+        min_world_size: Fewest members that may go on, >= 1.
+        max_failures: Most members that may be missing at once; None: any number.
+        heartbeat_interval: How often members and agents say that they are alive.
+        heartbeat_timeout: Silence after which a member is given up.
+        timeout: How long a collective may wait for a member before that member counts as hung.
+        coordinator: `host:port` of the coordinator; None: the agent starts one.
+        process_group_backend: Backend inside `ft` (`gloo`); None: chosen by device.
+        event_log: File that gets the event log; None: `ft_events.jsonl` in the run's log directory.
+        enable: False gives stock behaviour without fault tolerance.
+
+    Raises:
+        ValueError: A value is out of range, or not `heartbeat_interval < heartbeat_timeout < timeout`.
+    """
+
+    min_world_size: int = 1
+    max_failures: int | None = None
+    heartbeat_interval: float = 1.0
+    heartbeat_timeout: float = 10.0
+    timeout: float = 1800.0
+    coordinator: str | None = None
+    process_group_backend: str | None = None
+    event_log: str | None = None
+    enable: bool = True
+
+    def __post_init__(self) -> None:
+        if self.min_world_size < 1:
+            raise ValueError(f"min_world_size must be at least 1, got {self.min_world_size!r}")
+        if self.max_failures is not None and self.max_failures < 0:
+            raise ValueError(f"max_failures must be at least 0, or None for no limit, got {self.max_failures!r}")
+        if not 0 < self.heartbeat_interval < self.heartbeat_timeout < self.timeout:
+            raise ValueError(
+                "0 < heartbeat_interval < heartbeat_timeout < timeout must hold, got "
+                f"heartbeat_interval={self.heartbeat_interval!r}, heartbeat_timeout={self.heartbeat_timeout!r}, "
+                f"timeout={self.timeout!r}"
+            )
+        if self.coordinator is not None:
+            parse_endpoint(self.coordinator)
+        if self.process_group_backend not in (None, "gloo"):
+            raise ValueError(f"process_group_backend must be 'gloo' or None, got {self.process_group_backend!r}")
+
+    @classmethod
+    def resolve(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
+        """Combine arguments (None: not given), environment, aliases and defaults.
+
+        Raises:
+            ValueError: As the constructor; a variable that can't be read is named with its value.
+        """
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            if arguments.get(field.name) is not None:
+                values[field.name] = arguments.pop(field.name)
+                continue
+            arguments.pop(field.name, None)
+            for variable in (f"{ENV_PREFIX}{field.name.upper()}", _ALIASES.get(field.name)):
+                if variable is not None and environ.get(variable, "") != "":
+                    values[field.name] = _read(variable, environ[variable], _READERS[field.name])
+                    break
+        if arguments:
+            raise ValueError(f"unknown setting {sorted(arguments)[0]!r}; known are {sorted(_READERS)}")
+        return cls(**values)
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Split `host:port` (`[::1]:port` for IPv6).
+
+    Raises:
+        ValueError: It is not of that form.
+    """
+    host, separator, port = endpoint.rpartition(":")
+    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"expected host:port with a port from 1 to 65535, got {endpoint!r}")
+    return host.strip("[]"), int(port)
+
+
+def _read(variable: str, text: str, reader: Callable[[str], Any]) -> Any:
+    try:
+        return reader(text)
+    except ValueError as error:
+        raise ValueError(f"environment variable {variable}={text!r} can't be read: {error}") from None
+
+
+def _flag(text: str) -> bool:
+    flags = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in flags:
+        raise ValueError(f"expected one of {sorted(flags)}")
+    return flags[text.lower()]
+
+
+def _optional_int(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "min_world_size": int,
+    "max_failures": _optional_int,
+    "heartbeat_interval": float,
+    "heartbeat_timeout": float,
+    "timeout": float,
+    "coordinator": str,
+    "process_group_backend": str,
+    "event_log": str,
+    "enable": _flag,
+}

@@ -1,0 +1,137 @@
+"""What the coordinator's core wants done: frozen outputs of `machine.step`, executed in order by the server."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from lightning_ft.membership.events import Address
+
+
+class Cause(enum.StrEnum):
+    """Why a member is gone, as written into the event log."""
+
+    EXIT = "exit"
+    CONNECTION = "connection"
+    HEARTBEAT = "heartbeat"
+    HANG = "hang"
+    LEAVE = "leave"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Suspend:
+    """Tell a member that the view is broken: sever, then park."""
+
+    member: str
+    generation: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommitView:
+    """Tell a member its next view, as the difference to generation `base`.
+
+    Attributes:
+        left: Logical ids that are no longer in it.
+        joined: Logical ids appended to it, in order.
+        meeting: Address of the first member, at whose store the inner group meets.
+    """
+
+    member: str
+    generation: int
+    base: int
+    left: tuple[str, ...]
+    joined: tuple[str, ...]
+    meeting: Address
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NotifyLeaving:
+    """Tell a member that another one will enter no number larger than `completed`."""
+
+    member: str
+    leaver: str
+    completed: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Release:
+    """Tell a leaver that nobody needs it any more."""
+
+    member: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evict:
+    """Tell a process that it is not a member (any more)."""
+
+    member: str
+    incarnation: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stop:
+    """Tell a parked member that there will be no next view."""
+
+    member: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kill:
+    """Ask the member's agent to kill its process."""
+
+    member: str
+    incarnation: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Probe:
+    """Try to connect to the member's liveness port; report `ProbeRefused` if a live host refuses."""
+
+    member: str
+    incarnation: int
+    address: Address
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnnounceJoin:
+    """Tell a member of the view (its first) that joiners are ready."""
+
+    member: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """Append a line to the event log."""
+
+    event: str
+    generation: int
+    member: str | None = None
+    fields: tuple[tuple[str, object], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refuse:
+    """An event was dropped without any other effect; the reason is logged."""
+
+    member: str
+    reason: str
+
+
+Effect = (
+    Suspend
+    | CommitView
+    | NotifyLeaving
+    | Release
+    | Evict
+    | Stop
+    | Kill
+    | Probe
+    | AnnounceJoin
+    | Record
+    | Refuse
+)

@@ -1,0 +1,118 @@
+"""What the coordinator's core is told: frozen inputs of `machine.step`.
+
+Times are not part of an event: the caller passes its own monotonic `now_s` beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Address:
+    """Where a member can be met.
+
+    Attributes:
+        host: Name or address that the other members can reach.
+        store_port: Port of the member's TCPStore; refuses connections once the process is dead.
+    """
+
+    host: str
+    store_port: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hello:
+    """A member connected, for the first time or again. `generation` is the last view it established (0: none)."""
+
+    member: str
+    incarnation: int
+    generation: int
+    address: Address
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parked:
+    """A member waits for the next view, having finished number `completed`.
+
+    Attributes:
+        generation: The last view that this member was given (0 before the first).
+        reason: `start`, `connection`, `suspended`, `timeout`, `leave` or `join`.
+        waited_s: How long it had been waiting in the collective that failed.
+        admits: Whether it stands at a boundary where joiners may be admitted.
+    """
+
+    member: str
+    incarnation: int
+    generation: int
+    completed: int
+    reason: str
+    waited_s: float = 0.0
+    admits: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaving:
+    """A member has no more work and waits to be released; it has finished number `completed`."""
+
+    member: str
+    incarnation: int
+    generation: int
+    completed: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ready:
+    """A process that is in no view has done all slow work and asks to join."""
+
+    member: str
+    incarnation: int
+    address: Address
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A member is alive. `step` is the number of gradient steps that it committed."""
+
+    member: str
+    incarnation: int
+    step: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The member's connection broke; nothing is known yet of its process."""
+
+    member: str
+    incarnation: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProbeRefused:
+    """A live host refused a connection to the member's liveness port: the process does not run any more."""
+
+    member: str
+    incarnation: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exited:
+    """An agent saw the member's process end.
+
+    Attributes:
+        status: Exit code, or minus the signal number.
+        detail: For a person: `killed by SIGKILL`, `exited with status 1`.
+    """
+
+    member: str
+    incarnation: int
+    status: int
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; deadlines are judged only here."""
+
+
+Event = Hello | Parked | Leaving | Ready | Heartbeat | Disconnected | ProbeRefused | Exited | Tick
