@@ -32,6 +32,7 @@ class CommitView:
     """Tell a member its next view, as the difference to generation `base`.
 
     Attributes:
+        base: Generation that `left` and `joined` refer to; 0: the empty view, so `joined` is the whole new one.
         left: Logical ids that are no longer in it.
         joined: Logical ids appended to it, in order.
         meeting: Address of the first member, at whose store the inner group meets.
@@ -102,6 +103,7 @@ class AnnounceJoin:
     """Tell a member of the view (its first) that joiners are ready."""
 
     member: str
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,16 +124,4 @@ class Refuse:
     reason: str
 
 
-Effect = (
-    Suspend
-    | CommitView
-    | NotifyLeaving
-    | Release
-    | Evict
-    | Stop
-    | Kill
-    | Probe
-    | AnnounceJoin
-    | Record
-    | Refuse
-)
+Effect = Suspend | CommitView | NotifyLeaving | Release | Evict | Stop | Kill | Probe | AnnounceJoin | Record | Refuse

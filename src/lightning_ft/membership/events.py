@@ -23,12 +23,18 @@ class Address:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hello:
-    """A member connected, for the first time or again. `generation` is the last view it established (0: none)."""
+    """A member connected, for the first time or again.
+
+    Attributes:
+        generation: The last view that it established (0: none).
+        pid: Process id on its host, for the event log (0: not known).
+    """
 
     member: str
     incarnation: int
     generation: int
     address: Address
+    pid: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,11 +69,12 @@ class Leaving:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ready:
-    """A process that is in no view has done all slow work and asks to join."""
+    """A process that is in no view has done all slow work and asks to join. `pid` as in `Hello`."""
 
     member: str
     incarnation: int
     address: Address
+    pid: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
