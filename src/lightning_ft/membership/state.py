@@ -1,0 +1,223 @@
+"""What the coordinator knows: immutable, with the invariants on its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+
+from lightning_ft.membership.effects import Cause
+from lightning_ft.membership.events import Address
+from lightning_ft.membership.ids import in_order
+from lightning_ft.membership.table import Table
+
+
+class Phase(enum.Enum):
+    """Where the current view stands."""
+
+    HEALTHY = "healthy"
+    """All members of the view run."""
+    SUSPENDED = "suspended"
+    """At least one parked or is gone; the others are about to park. Generation 0 is never anything else."""
+    STOPPED = "stopped"
+    """Final: there will be no other view."""
+
+
+class Status(enum.Enum):
+    """Where one member stands in the current view."""
+
+    RUNNING = "running"
+    """In training, or (in generation 0) expected."""
+    PARKED = "parked"
+    LEAVING = "leaving"
+    """It promised to enter no other number, and waits to be released."""
+    GONE = "gone"
+    """Final for the incarnation."""
+    RELEASED = "released"
+    """It left in peace. Final for the incarnation."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Member:
+    """A logical id that is or was in a view, or is expected in the first.
+
+    Attributes:
+        incarnation: None until it is heard of.
+        address: None until it said hello; present in every view but generation 0.
+        generation: Last view that holds it.
+        is_connected: False from a drop of its connection until it is heard of again.
+        last_heard_s: On the coordinator's clock; None until it said hello.
+        completed: As it said when it parked or left.
+        admits: It parked where joiners may be admitted.
+        is_proven: Its process is known not to run any more; only if it is gone.
+    """
+
+    member: str
+    incarnation: int | None = None
+    address: Address | None = None
+    generation: int = 0
+    status: Status = Status.RUNNING
+    is_connected: bool = False
+    last_heard_s: float | None = None
+    completed: int = 0
+    admits: bool = False
+    is_proven: bool = False
+    cause: Cause | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.cause is not None) == (self.status is Status.GONE), "gone if and only if there is a cause"
+        assert self.status is Status.GONE or not self.is_proven, "proven means gone"
+        assert self.status is Status.PARKED or not self.admits, "only a parked member admits"
+        assert self.incarnation is not None or self.last_heard_s is None, "whoever is heard of has an incarnation"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Joiner:
+    """A process in no view that is ready for one."""
+
+    member: str
+    incarnation: int
+    address: Address
+    last_heard_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """Who is in the job. Rank = position in `members`.
+
+    Attributes:
+        generation: Only grows, >= 0.
+        members: Different logical ids.
+    """
+
+    generation: int
+    members: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        assert self.generation >= 0, self.generation
+        assert len(set(self.members)) == len(self.members), "a member is in a view once"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tally:
+    """How many members of the current view stand where, so that no park has to look at all members.
+
+    Attributes:
+        admitting: Of the parked.
+        proven: Of the gone.
+    """
+
+    running: int = 0
+    parked: int = 0
+    leaving: int = 0
+    gone: int = 0
+    admitting: int = 0
+    proven: int = 0
+
+    def moved(self, before: Member, after: Member) -> Tally:
+        """The tally after one member of the view changed."""
+        counts = {status: getattr(self, status.value) for status in _TALLIED}
+        counts[before.status] -= 1
+        counts[after.status] += 1
+        return Tally(
+            running=counts[Status.RUNNING],
+            parked=counts[Status.PARKED],
+            leaving=counts[Status.LEAVING],
+            gone=counts[Status.GONE],
+            admitting=self.admitting - before.admits + after.admits,
+            proven=self.proven - before.is_proven + after.is_proven,
+        )
+
+
+_TALLIED = (Status.RUNNING, Status.PARKED, Status.LEAVING, Status.GONE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class State:
+    """Everything that `machine.step` depends on. All times are on the coordinator's clock, see `clock_s`.
+
+    Attributes:
+        view: The current view.
+        phase: `SUSPENDED` from the start of generation 0.
+        members: Everyone who is or was in a view; whoever isn't in the current one is gone or released.
+        joiners: Whoever said ready and is in no view.
+        tally: Of the current view; without meaning once stopped.
+        target: Members that the job should have: those expected at first, more after joins, fewer after leaves.
+        hang_deadline_s: When a member that has not parked counts as hung; None unless suspended.
+        no_quorum_since_s: Since when nobody is waited for and there is still no next view; None unless suspended.
+        reason: The last reason why there is no next view, or why the job stopped; "" if there is none.
+        leave_notice: The leaver of the view with the lowest `completed`, if the others were told of it.
+        last_tick_s: On the caller's clock.
+        skipped_s: Total time that the coordinator itself was starved, >= 0.
+    """
+
+    view: View
+    phase: Phase
+    members: Table[Member]
+    joiners: Table[Joiner]
+    tally: Tally
+    target: int
+    hang_deadline_s: float | None
+    no_quorum_since_s: float | None
+    reason: str
+    leave_notice: tuple[str, int] | None
+    last_tick_s: float
+    skipped_s: float
+
+    def __post_init__(self) -> None:
+        tally = self.tally
+        if self.phase is not Phase.STOPPED:
+            total = tally.running + tally.parked + tally.leaving + tally.gone
+            assert total == len(self.view.members), (tally, len(self.view.members))
+        assert 0 <= tally.admitting <= tally.parked, tally
+        assert 0 <= tally.proven <= tally.gone, tally
+        assert self.phase is not Phase.HEALTHY or (tally.parked == tally.gone == 0), "a parked or gone member suspends"
+        assert (self.hang_deadline_s is not None) == (self.phase is Phase.SUSPENDED), self.phase
+        assert self.no_quorum_since_s is None or self.phase is Phase.SUSPENDED, self.phase
+        assert self.skipped_s >= 0, self.skipped_s
+
+    @property
+    def generation(self) -> int:
+        """Generation of the current view."""
+        return self.view.generation
+
+    def clock_s(self, now_s: float) -> float:
+        """The coordinator's clock: the caller's without the time in which the coordinator itself was starved (C8).
+
+        Every deadline is judged on it, so that one addition moves them all.
+        """
+        return now_s - self.skipped_s
+
+    def is_current(self, member: Member) -> bool:
+        """Whether the current view holds the member (who may be gone from it)."""
+        return member.generation == self.view.generation and member.status is not Status.RELEASED
+
+
+def initial(expected: Iterable[str], now_s: float, timeout_s: float) -> State:
+    """The state of a new job: generation 0, every expected member awaited.
+
+    Args:
+        expected: Logical ids, in any order; they are ranked by node, then slot.
+        now_s: Caller's monotonic clock.
+        timeout_s: How long members may take to say hello and to park (`Settings.timeout`).
+
+    Raises:
+        ValueError: No member, one twice, or one that isn't `node/slot`.
+    """
+    members = in_order(expected)
+    if not members or len(set(members)) != len(members):
+        raise ValueError(f"expected one or more different logical ids, got {list(members)}")
+    return State(
+        view=View(0, members),
+        phase=Phase.SUSPENDED,
+        members=Table((member, Member(member)) for member in members),
+        joiners=Table(),
+        tally=Tally(running=len(members)),
+        target=len(members),
+        hang_deadline_s=now_s + timeout_s,
+        no_quorum_since_s=None,
+        reason="",
+        leave_notice=None,
+        last_tick_s=now_s,
+        skipped_s=0.0,
+    )
