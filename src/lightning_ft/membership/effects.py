@@ -118,7 +118,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refuse:
-    """An event was dropped without any other effect; the reason is logged."""
+    """An event was dropped and changed nothing; the reason is logged. What its sender is told, if anything, follows."""
 
     member: str
     reason: str

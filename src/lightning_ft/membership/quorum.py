@@ -23,40 +23,54 @@ def quorum(state: State, now_s: float, settings: Settings) -> tuple[tuple[str, .
         return None, f"{tally.running} of {len(state.view.members)} members have not parked yet"
     if not tally.parked:
         return None, "no member is parked"
-    if reason := _minority(state):
+    present = tally.parked + tally.leaving + tally.released  # whoever leaves in peace is not missed
+    if present < settings.min_world_size:
+        return None, f"{present} members are left, min_world_size is {settings.min_world_size}"
+    missing = state.target - present
+    if settings.max_failures is not None and missing > settings.max_failures:
+        return None, f"{missing} of {state.target} members are missing, max_failures is {settings.max_failures}"
+    stayers = {Status.PARKED, Status.LEAVING} if _leavers_are_needed(state) else {Status.PARKED}
+    if reason := _minority(state, stayers):
         return None, reason
-    joiners = _admissible(state, now_s, settings) if tally.admitting == tally.parked else ()
-    size = tally.parked + len(joiners)
-    if size < settings.min_world_size:
-        return None, f"{size} members could go on, min_world_size is {settings.min_world_size}"
-    if settings.max_failures is not None and state.target - size > settings.max_failures:
-        return None, f"{state.target - size} of {state.target} members are missing, max_failures is {settings.max_failures}"
-    parked = tuple(member for member in state.view.members if state.members[member].status is Status.PARKED)
-    reason = f"{len(parked)} of {len(state.view.members)} members parked"
-    return parked + joiners, f"{reason}, {len(joiners)} joined" if joiners else reason
+    members = tuple(member for member in state.view.members if state.members[member].status in stayers)
+    reason = f"{tally.parked} of {len(state.view.members)} members parked"
+    if Status.LEAVING in stayers:
+        reason += f", {tally.leaving} that leave hold a result that the others need"
+    elif tally.admitting == tally.parked and (joiners := _admissible(state, now_s, settings)):
+        return members + joiners, f"{reason}, {len(joiners)} joined"
+    return members, reason
 
 
-def _minority(state: State) -> str:
-    """Why the parked may not outvote the others; empty if they may.
+def _leavers_are_needed(state: State) -> bool:
+    """Whether a leaver finished a number that a parked member did not."""
+    if not state.tally.leaving:
+        return False
+    members = [state.members[member] for member in state.view.members]
+    last_left = max(member.completed for member in members if member.status is Status.LEAVING)
+    return last_left > min(member.completed for member in members if member.status is Status.PARKED)
 
-    Whoever might still go on elsewhere has a vote: not the proven dead, and not the leavers, who promised it.
+
+def _minority(state: State, stayers: set[Status]) -> str:
+    """Why the stayers may not outvote the others; empty if they may.
+
+    Against them vote the gone that may still run; the proven dead do not, nor do leavers, who promised to go on nowhere.
     """
     tally = state.tally
-    voters = len(state.view.members) - tally.proven - tally.leaving
-    unproven = tally.gone - tally.proven
-    if 2 * tally.parked > voters:
+    votes = tally.parked + (tally.leaving if Status.LEAVING in stayers else 0)
+    against = tally.gone - tally.proven
+    if votes > against:
         return ""
-    if 2 * tally.parked < voters:
-        return f"{tally.parked} parked members are no majority: {unproven} of the gone may still run"
-    lowest = min((member for member in state.view.members if _votes(state, member)), key=parse_logical_id)
-    if state.members[lowest].status is Status.PARKED:
+    if votes < against:
+        return f"{votes} members are no majority: {against} of the gone may still run"
+    lowest = min((member for member in state.view.members if _votes(state, member, stayers)), key=parse_logical_id)
+    if state.members[lowest].status in stayers:
         return ""
-    return f"{tally.parked} parked members are only half: {unproven} of the gone, among them {lowest}, may still run"
+    return f"{votes} members are only half: {against} of the gone, among them {lowest}, may still run"
 
 
-def _votes(state: State, member: str) -> bool:
+def _votes(state: State, member: str, stayers: set[Status]) -> bool:
     record = state.members[member]
-    return not record.is_proven and record.status is not Status.LEAVING
+    return record.status in stayers or (record.status is Status.GONE and not record.is_proven)
 
 
 def _admissible(state: State, now_s: float, settings: Settings) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""What a new view's members do with their standings: who hands a result over, and what becomes of the next number.
+"""What a new view's members do with their standings: who hands a result over to whom.
 
-Pure planning for M3 to M6: every member computes it from the same exchanged standings, so all have the same plan.
+Pure planning for M3 and M4: every member computes it from the same exchanged standings, so all have the same plan.
 """
 
 from __future__ import annotations
@@ -16,39 +16,33 @@ class Standing:
     """What one member says of itself in the exchange, by rank.
 
     Attributes:
-        completed: Its last finished number; without meaning for a joiner.
-        unredoable: It is in number `completed + 1`, and that can't be redone in the new view.
-        kept_is_poison: The result that it keeps of number `completed` is poison.
+        completed: Its last finished number; None for a joiner that does not hold the job's state yet, and is given M.
+        kept_is_void: The result that it keeps of number `completed` is void.
         kept_generation: Generation in which that result became final at the first member.
-        is_joiner: It never confirmed a view, so it has no standing and is given M.
     """
 
-    completed: int
-    unredoable: bool
-    kept_is_poison: bool
+    completed: int | None
+    kept_is_void: bool
     kept_generation: int
-    is_joiner: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SettlePlan:
-    """What all members of the view do between exchange and confirm, and right after.
+    """What all members of the view do between exchange and confirm.
 
     Attributes:
         target: M, what everybody has completed after the confirm.
         donor: Lowest rank at M, which hands its kept result of number M over; None if nobody is behind.
         laggards: Ranks at M - 1 that adopt it, ascending.
         joiners: Ranks that are given M without a result, ascending.
-        handover_is_poison: The result of number M is poison.
-        poison_next: After the confirm everybody takes M + 1 as final with the result poison.
+        handover_is_void: The result of number M is void.
     """
 
     target: int
     donor: int | None
     laggards: tuple[int, ...]
     joiners: tuple[int, ...]
-    handover_is_poison: bool
-    poison_next: bool
+    handover_is_void: bool
 
 
 def plan(standings: Sequence[Standing]) -> SettlePlan:
@@ -61,30 +55,29 @@ def plan(standings: Sequence[Standing]) -> SettlePlan:
         QuorumLostError: Only joiners are in the view: nobody has the state of the job.
         ProtocolViolationError: Members are more than one number apart (I3), or keep different results (I5).
     """
-    ranks = [rank for rank, standing in enumerate(standings) if not standing.is_joiner]
-    if not ranks:
+    numbers = {rank: standing.completed for rank, standing in enumerate(standings) if standing.completed is not None}
+    if not numbers:
         raise QuorumLostError("settle failed: all members of the view are joiners, nobody has the state of the job")
-    target = max(standings[rank].completed for rank in ranks)
-    laggards = tuple(rank for rank in ranks if standings[rank].completed < target)
+    target = max(numbers.values())
+    laggards = tuple(rank for rank, number in numbers.items() if number < target)
     for rank in laggards:
-        if standings[rank].completed != target - 1:
+        if numbers[rank] != target - 1:
             raise ProtocolViolationError(
                 f"settle failed: expected every member at number {target} or {target - 1}, "
-                f"got rank {rank} at {standings[rank].completed}"
+                f"got rank {rank} at {numbers[rank]}"
             )
-    leaders = [rank for rank in ranks if standings[rank].completed == target]
-    is_poison = standings[leaders[0]].kept_is_poison
+    leaders = [rank for rank, number in numbers.items() if number == target]
+    first = standings[leaders[0]]
     for rank in leaders:
-        if standings[rank].kept_is_poison != is_poison:
+        if standings[rank] != first:
             raise ProtocolViolationError(
-                f"settle failed: expected one result of number {target}, got poison at only one of the ranks "
-                f"{leaders[0]} and {rank}"
+                f"settle failed: expected one result of number {target}, got {first} at rank {leaders[0]} and "
+                f"{standings[rank]} at rank {rank}"
             )
     return SettlePlan(
         target=target,
         donor=leaders[0] if laggards else None,
         laggards=laggards,
-        joiners=tuple(rank for rank, standing in enumerate(standings) if standing.is_joiner),
-        handover_is_poison=is_poison,
-        poison_next=any(standings[rank].unredoable for rank in leaders),
+        joiners=tuple(rank for rank in range(len(standings)) if rank not in numbers),
+        handover_is_void=first.kept_is_void,
     )

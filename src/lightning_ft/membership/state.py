@@ -34,7 +34,7 @@ class Status(enum.Enum):
     GONE = "gone"
     """Final for the incarnation."""
     RELEASED = "released"
-    """It left in peace. Final for the incarnation."""
+    """It left in peace, or died when it had promised to. Final for the incarnation."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,25 +111,22 @@ class Tally:
     parked: int = 0
     leaving: int = 0
     gone: int = 0
+    released: int = 0
     admitting: int = 0
     proven: int = 0
 
     def moved(self, before: Member, after: Member) -> Tally:
         """The tally after one member of the view changed."""
-        counts = {status: getattr(self, status.value) for status in _TALLIED}
-        counts[before.status] -= 1
-        counts[after.status] += 1
+        was, now = before.status, after.status
         return Tally(
-            running=counts[Status.RUNNING],
-            parked=counts[Status.PARKED],
-            leaving=counts[Status.LEAVING],
-            gone=counts[Status.GONE],
+            running=self.running - (was is Status.RUNNING) + (now is Status.RUNNING),
+            parked=self.parked - (was is Status.PARKED) + (now is Status.PARKED),
+            leaving=self.leaving - (was is Status.LEAVING) + (now is Status.LEAVING),
+            gone=self.gone - (was is Status.GONE) + (now is Status.GONE),
+            released=self.released - (was is Status.RELEASED) + (now is Status.RELEASED),
             admitting=self.admitting - before.admits + after.admits,
             proven=self.proven - before.is_proven + after.is_proven,
         )
-
-
-_TALLIED = (Status.RUNNING, Status.PARKED, Status.LEAVING, Status.GONE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +139,8 @@ class State:
         members: Everyone who is or was in a view; whoever isn't in the current one is gone or released.
         joiners: Whoever said ready and is in no view.
         tally: Of the current view; without meaning once stopped.
-        target: Members that the job should have: those expected at first, more after joins, fewer after leaves.
+        target: Members that the job should have: those expected at first, more after joins, fewer after leaves. The
+            leavers of the current view still count.
         hang_deadline_s: When a member that has not parked counts as hung; None unless suspended.
         no_quorum_since_s: Since when nobody is waited for and there is still no next view; None unless suspended.
         reason: The last reason why there is no next view, or why the job stopped; "" if there is none.
@@ -167,14 +165,20 @@ class State:
     def __post_init__(self) -> None:
         tally = self.tally
         if self.phase is not Phase.STOPPED:
-            total = tally.running + tally.parked + tally.leaving + tally.gone
+            total = tally.running + tally.parked + tally.leaving + tally.gone + tally.released
             assert total == len(self.view.members), (tally, len(self.view.members))
         assert 0 <= tally.admitting <= tally.parked, tally
         assert 0 <= tally.proven <= tally.gone, tally
-        assert self.phase is not Phase.HEALTHY or (tally.parked == tally.gone == 0), "a parked or gone member suspends"
         assert (self.hang_deadline_s is not None) == (self.phase is Phase.SUSPENDED), self.phase
         assert self.no_quorum_since_s is None or self.phase is Phase.SUSPENDED, self.phase
         assert self.skipped_s >= 0, self.skipped_s
+
+    def check(self) -> None:
+        """Assert what holds between steps, though not in the middle of one."""
+        tally = self.tally
+        if self.phase is Phase.HEALTHY:
+            assert tally.parked == tally.gone == 0, "a parked or gone member suspends"
+            assert tally.running, "a view with nobody in training is over"
 
     @property
     def generation(self) -> int:
@@ -190,7 +194,7 @@ class State:
 
     def is_current(self, member: Member) -> bool:
         """Whether the current view holds the member (who may be gone from it)."""
-        return member.generation == self.view.generation and member.status is not Status.RELEASED
+        return member.generation == self.view.generation
 
 
 def initial(expected: Iterable[str], now_s: float, timeout_s: float) -> State:

@@ -1,0 +1,350 @@
+"""The coordinator's core: `step(settings, state, event, now_s) -> (state, effects)`, pure.
+
+One function per event, found in a table. Rules (PROTOCOL.md section 3) and where they are:
+
+    C1, C3, C4, C6   `transitions`, `quorum`
+    C2               `_on_exited`, `_on_disconnected`, `_on_probe_refused`, `_on_tick`
+    C5               `_live_sender`, `_is_stale`
+    C7               `_on_ready`, `transitions.commit`
+    C8               `_account_for_starvation`
+
+Not covered: taking a job over from an earlier coordinator. Messages of a higher generation are refused.
+
+An event that is illegal or too late changes nothing and yields `Refuse`, followed by what its sender is to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_ft.config import Settings
+from lightning_ft.membership import effects, events
+from lightning_ft.membership.effects import Cause, Effect
+from lightning_ft.membership.ids import in_order
+from lightning_ft.membership.state import Joiner, Member, Phase, State, Status
+from lightning_ft.membership.transitions import Turn, announce_joiners, conclude, gone, repeat_view, suspend
+
+TIMEOUT_REASON = "timeout"
+"""The reason of a park whose sender waited in vain for a member that may hang."""
+
+_FromMember = events.Hello | events.Parked | events.Leaving | events.Heartbeat
+
+
+def step(settings: Settings, state: State, event: events.Event, now_s: float) -> tuple[State, tuple[Effect, ...]]:
+    """Take one event in.
+
+    Args:
+        settings: The job's; the same at every step.
+        state: From `state.initial` or the step before.
+        event: What happened.
+        now_s: Caller's monotonic clock, never less than at the step before.
+
+    Returns:
+        The new state, and what is to be done, in this order.
+    """
+    turn = Turn(settings, state, now_s)
+    _HANDLERS[type(event)](turn, event)
+    turn.state.check()
+    return turn.state, tuple(turn.effects)
+
+
+def _on_hello(turn: Turn, event: events.Hello) -> None:
+    member = _live_sender(turn, event)
+    if member is None:
+        return
+    if event.generation > turn.state.generation:
+        _refuse_future(turn, event)
+        return
+    if member.incarnation is None:
+        turn.record("member_joined", event.member, incarnation=event.incarnation)
+    member = turn.put(member, incarnation=event.incarnation, address=event.address, **_heard(turn))
+    _catch_up(turn, member, event.generation)
+
+
+def _on_parked(turn: Turn, event: events.Parked) -> None:
+    member = _live_sender(turn, event)
+    if member is None or _is_stale(turn, member, event):
+        return
+    if member.status is Status.LEAVING:
+        _refuse(turn, event, "park from a member that is leaving")
+        return
+    turn.put(member, status=Status.PARKED, completed=event.completed, admits=event.admits, **_heard(turn))
+    if turn.state.phase is Phase.HEALTHY:
+        waited_s = event.waited_s if event.reason == TIMEOUT_REASON else None
+        suspend(turn, event.member, f"{event.member} parked: {event.reason}", waited_s=waited_s)
+    conclude(turn)
+
+
+def _on_leaving(turn: Turn, event: events.Leaving) -> None:
+    joiner = turn.state.joiners.get(event.member)
+    if joiner is not None and joiner.incarnation == event.incarnation:
+        turn.change(joiners=turn.state.joiners.without(event.member))
+        turn.emit(effects.Release(event.member, "it was in no view"))
+        return
+    member = _live_sender(turn, event)
+    if member is None or _is_stale(turn, member, event):
+        return
+    if member.status is Status.PARKED:
+        _refuse(turn, event, "leave from a member that is parked, so in a collective")
+        return
+    turn.put(member, status=Status.LEAVING, completed=event.completed, **_heard(turn))
+    notice = turn.state.leave_notice
+    # The others need only the lowest number that a leaver won't enter; leavers differ by one (I3), so there are two
+    # rounds of notices at most, not one for each leaver.
+    if turn.state.phase is Phase.HEALTHY and (notice is None or event.completed < notice[1]):
+        turn.change(leave_notice=(event.member, event.completed))
+        for other in turn.state.view.members:
+            if turn.state.members[other].status is Status.RUNNING:
+                turn.emit(effects.NotifyLeaving(other, event.member, event.completed))
+    conclude(turn)
+
+
+def _on_heartbeat(turn: Turn, event: events.Heartbeat) -> None:
+    joiner = turn.state.joiners.get(event.member)
+    if joiner is not None and joiner.incarnation == event.incarnation:
+        heard = Joiner(joiner.member, joiner.incarnation, joiner.address, turn.clock_s)
+        turn.change(joiners=turn.state.joiners.with_item(event.member, heard))
+        return
+    member = _live_sender(turn, event)
+    if member is not None:
+        turn.put(member, **_heard(turn))
+
+
+def _on_ready(turn: Turn, event: events.Ready) -> None:
+    if turn.state.phase is Phase.STOPPED:
+        turn.emit(effects.Stop(event.member, turn.state.reason))
+        return
+    member = turn.state.members.get(event.member)
+    waiting = turn.state.joiners.get(event.member)
+    known = max((known.incarnation or 0 for known in (member, waiting) if known is not None), default=0)
+    if event.incarnation < known:
+        _evict(turn, event, f"incarnation {known} of it is known")
+    elif member is not None and member.incarnation == event.incarnation:
+        live = _live_sender(turn, event)
+        if live is not None:  # it was admitted and missed it
+            live = turn.put(live, address=event.address, **_heard(turn))
+            _catch_up(turn, live, 0)
+    elif member is not None and member.incarnation is None and member.status is Status.RUNNING:
+        _refuse(turn, event, "ready from a member of the first view, which must say hello")
+    else:
+        is_first = not turn.state.joiners
+        joiner = Joiner(event.member, event.incarnation, event.address, turn.clock_s)
+        turn.change(joiners=turn.state.joiners.with_item(event.member, joiner))
+        if is_first:
+            announce_joiners(turn)
+        conclude(turn)
+
+
+def _on_disconnected(turn: Turn, event: events.Disconnected) -> None:
+    member = _subject(turn, event)
+    if member is None or member.status is Status.RELEASED or member.is_proven or member.address is None:
+        return
+    if turn.state.phase is Phase.STOPPED:
+        return
+    if member.status is not Status.GONE:
+        turn.put(member, is_connected=False)
+    turn.emit(effects.Probe(event.member, event.incarnation, member.address))
+
+
+def _on_probe_refused(turn: Turn, event: events.ProbeRefused) -> None:
+    member = _subject(turn, event)
+    if member is None:
+        return
+    if member.is_connected:
+        _refuse(turn, event, "the probe is older than the member's present connection")
+        return
+    _dead(turn, member, Cause.CONNECTION, "its connection dropped and its port is closed")
+
+
+def _on_exited(turn: Turn, event: events.Exited) -> None:
+    member = _subject(turn, event)
+    if member is not None:
+        if member.incarnation is None:
+            member = turn.put(member, incarnation=event.incarnation)
+        _dead(turn, member, Cause.EXIT, event.detail)
+
+
+def _on_tick(turn: Turn, _: events.Tick) -> None:
+    _account_for_starvation(turn)
+    if turn.state.phase is Phase.STOPPED:
+        return
+    overdue, doubtful = [], []
+    for member in turn.state.members.scan():
+        if member.status is Status.RELEASED or member.is_proven:
+            continue
+        if member.status is not Status.GONE:
+            verdict = _overdue(turn, member)
+            if verdict is not None:
+                overdue.append((member.member, verdict))
+                continue
+        if not member.is_connected and member.address is not None and turn.state.is_current(member):
+            doubtful.append(member.member)
+    verdicts = dict(overdue)
+    for name in in_order(verdicts):
+        gone(turn, turn.state.members[name], *verdicts[name], is_proven=False)
+    # Again at each tick: a dying process may close its connection before its port, and then the first probe gets through.
+    for name in in_order([*doubtful, *verdicts]):
+        member = turn.state.members[name]
+        if member.address is not None and member.incarnation is not None:
+            turn.emit(effects.Probe(name, member.incarnation, member.address))
+    _drop_silent_joiners(turn)
+    conclude(turn)
+
+
+def _account_for_starvation(turn: Turn) -> None:
+    """C8: if the coordinator itself did not run, its clock did not either."""
+    interval_s = turn.settings.heartbeat_interval
+    late_s = turn.now_s - turn.state.last_tick_s - interval_s
+    skipped_s = turn.state.skipped_s + (late_s if late_s > interval_s else 0.0)
+    turn.change(last_tick_s=turn.now_s, skipped_s=skipped_s)
+
+
+def _overdue(turn: Turn, member: Member) -> tuple[Cause, str] | None:
+    settings, clock_s, hang_deadline_s = turn.settings, turn.clock_s, turn.state.hang_deadline_s
+    if member.last_heard_s is not None and clock_s - member.last_heard_s >= settings.heartbeat_timeout:
+        silent = f"nothing was heard of it for {settings.heartbeat_timeout:g} s"
+        if member.is_connected:
+            return Cause.HEARTBEAT, silent
+        return Cause.CONNECTION, f"its connection dropped and {silent}"
+    if hang_deadline_s is None or clock_s < hang_deadline_s or member.status is not Status.RUNNING:
+        return None
+    if member.last_heard_s is None:
+        return Cause.CONNECTION, f"it did not connect within {settings.timeout:g} s"
+    return Cause.HANG, "it is alive, but did not park in time"
+
+
+def _drop_silent_joiners(turn: Turn) -> None:
+    joiners = turn.state.joiners
+    limit_s = turn.clock_s - turn.settings.heartbeat_timeout
+    for name in in_order(joiner.member for joiner in joiners.scan() if joiner.last_heard_s <= limit_s):
+        turn.emit(effects.Evict(name, joiners[name].incarnation, "nothing was heard of it while it waited to join"))
+        joiners = joiners.without(name)
+    turn.change(joiners=joiners)
+
+
+def _live_sender(turn: Turn, event: _FromMember | events.Ready) -> Member | None:
+    """The record of a message's sender, if it is a live member; else None, and the sender is told what it is."""
+    member = turn.state.members.get(event.member)
+    joiner = turn.state.joiners.get(event.member)
+    if joiner is not None and joiner.incarnation == event.incarnation:
+        _refuse(turn, event, f"{_name(event)} from a process that is in no view yet")
+        return None
+    if member is None or member.incarnation not in (None, event.incarnation):
+        _evict(turn, event, "it is in no view; a new process says ready")
+        return None
+    if member.status is Status.GONE:
+        _evict(turn, event, f"it was given up (cause {member.cause}) and the others go on without it")
+        return None
+    if member.status is Status.RELEASED:
+        _refuse(turn, event, f"{_name(event)} from a member that is released")
+        turn.emit(effects.Release(event.member, "it is released already"))
+        return None
+    if turn.state.phase is Phase.STOPPED:
+        _refuse(turn, event, f"the job has stopped: {turn.state.reason}")
+        turn.emit(effects.Stop(event.member, turn.state.reason))
+        return None
+    if member.incarnation is None and not isinstance(event, events.Hello):
+        _refuse(turn, event, f"{_name(event)} before hello")
+        return None
+    return member
+
+
+def _is_stale(turn: Turn, member: Member, event: events.Parked | events.Leaving) -> bool:
+    """C5: whether the message bears another generation; then it is refused, and a sender that missed its view gets it."""
+    if event.generation == turn.state.generation:
+        return False
+    if event.generation > turn.state.generation:
+        _refuse_future(turn, event)
+        return True
+    _refuse(turn, event, f"{_name(event)} of generation {event.generation}, which is over")
+    turn.put(member, **_heard(turn))
+    if isinstance(event, events.Parked):
+        _catch_up(turn, member, event.generation)
+    return True
+
+
+def _catch_up(turn: Turn, member: Member, generation: int) -> None:
+    """Tell a live member what it may have missed: its view, and what happened to it since."""
+    state = turn.state
+    if generation < state.generation:
+        repeat_view(turn, member)
+    if member.status is not Status.RUNNING or state.generation == 0:
+        return
+    if state.phase is Phase.SUSPENDED:
+        turn.emit(effects.Suspend(member.member, state.generation, "the view was suspended before"))
+        return
+    if state.leave_notice is not None:
+        turn.emit(effects.NotifyLeaving(member.member, *state.leave_notice))
+    if member.member == state.view.members[0]:
+        announce_joiners(turn)
+
+
+def _subject(turn: Turn, event: events.Disconnected | events.ProbeRefused | events.Exited) -> Member | None:
+    """The member that a process's end or its connection's is about; None if that is of no consequence to a view."""
+    joiner = turn.state.joiners.get(event.member)
+    if joiner is not None and joiner.incarnation == event.incarnation:
+        turn.change(joiners=turn.state.joiners.without(event.member))
+        return None
+    member = turn.state.members.get(event.member)
+    is_first_word = isinstance(event, events.Exited) and member is not None and member.incarnation is None
+    if member is None or (member.incarnation != event.incarnation and not is_first_word):
+        _refuse(turn, event, f"{_name(event)} of an incarnation that is in no view")
+        return None
+    return member
+
+
+def _dead(turn: Turn, member: Member, cause: Cause, detail: str) -> None:
+    """A member's process is known not to run any more: gone if it was not, and proven."""
+    if member.status is Status.RELEASED or turn.state.phase is Phase.STOPPED:
+        return
+    if member.status is Status.GONE:
+        if not member.is_proven:
+            turn.put(member, is_proven=True)
+            conclude(turn)
+        return
+    gone(turn, member, cause, detail, is_proven=True)
+    conclude(turn)
+
+
+def _heard(turn: Turn) -> dict[str, Any]:
+    return {"is_connected": True, "last_heard_s": turn.clock_s}
+
+
+def _name(event: object) -> str:
+    return type(event).__name__.lower()
+
+
+def _refuse(
+    turn: Turn,
+    event: _FromMember | events.Ready | events.Disconnected | events.ProbeRefused | events.Exited,
+    reason: str,
+) -> None:
+    turn.emit(effects.Refuse(event.member, reason))
+
+
+def _refuse_future(turn: Turn, event: events.Hello | events.Parked | events.Leaving) -> None:
+    _refuse(
+        turn,
+        event,
+        f"{_name(event)} of generation {event.generation}, but this coordinator is at {turn.state.generation}: "
+        "it was started anew, and can't take a running job over",
+    )
+
+
+def _evict(turn: Turn, event: _FromMember | events.Ready, reason: str) -> None:
+    _refuse(turn, event, f"{_name(event)} of incarnation {event.incarnation}: {reason}")
+    turn.emit(effects.Evict(event.member, event.incarnation, reason))
+
+
+_HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
+    events.Hello: _on_hello,
+    events.Parked: _on_parked,
+    events.Leaving: _on_leaving,
+    events.Ready: _on_ready,
+    events.Heartbeat: _on_heartbeat,
+    events.Disconnected: _on_disconnected,
+    events.ProbeRefused: _on_probe_refused,
+    events.Exited: _on_exited,
+    events.Tick: _on_tick,
+}

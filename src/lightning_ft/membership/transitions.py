@@ -1,0 +1,221 @@
+"""The transitions that events lead to: suspend, gone, next view, stop (C1, C2, C3, C4, C6).
+
+Each changes a `Turn`, the scratch copy of one `machine.step`; the state that the step was given is never touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lightning_ft.config import Settings
+from lightning_ft.membership import effects
+from lightning_ft.membership.effects import Cause, Effect
+from lightning_ft.membership.ids import in_order
+from lightning_ft.membership.quorum import quorum
+from lightning_ft.membership.state import Joiner, Member, Phase, State, Status, Tally, View
+
+ALL_LEFT = "all members left"
+"""Why a job stopped that ended as it should."""
+
+
+class Turn:
+    """One step in the making: the state so far and the effects so far."""
+
+    def __init__(self, settings: Settings, state: State, now_s: float) -> None:
+        self.settings = settings
+        self.state = state
+        self.now_s = now_s
+        self.effects: list[Effect] = []
+
+    @property
+    def clock_s(self) -> float:
+        """The coordinator's clock."""
+        return self.state.clock_s(self.now_s)
+
+    def change(self, **values: Any) -> None:
+        """Replace fields of the state."""
+        self.state = dataclasses.replace(self.state, **values)
+
+    def put(self, before: Member, **values: Any) -> Member:
+        """Replace fields of a member; the view's tally follows."""
+        after = dataclasses.replace(before, **values)
+        tally = self.state.tally
+        if self.state.is_current(before) and self.state.phase is not Phase.STOPPED:
+            tally = tally.moved(before, after)
+        self.change(members=self.state.members.with_item(before.member, after), tally=tally)
+        return after
+
+    def emit(self, effect: Effect) -> None:
+        """Append an effect."""
+        self.effects.append(effect)
+
+    def record(self, event: str, member: str | None = None, **fields: object) -> None:
+        """Append a line to the event log, in the current generation."""
+        self.emit(effects.Record(event, self.state.generation, member, tuple(fields.items())))
+
+
+def quorum_timeout_s(settings: Settings) -> float:
+    """How long C4 waits for proofs and joiners: an agent that can kill does so well within a member's own silence."""
+    return settings.heartbeat_timeout
+
+
+def suspend(turn: Turn, member: str, reason: str, *, waited_s: float | None = None) -> None:
+    """C1: the first park, or the first member that is gone, suspends the view.
+
+    Args:
+        waited_s: How long `member` had waited, if it is a timeout that suspends the view.
+    """
+    generation = turn.state.generation
+    turn.change(phase=Phase.SUSPENDED, hang_deadline_s=_hang_deadline_s(turn, waited_s))
+    turn.record("view_suspended", member, reason=reason)
+    for other in turn.state.view.members:
+        if turn.state.members[other].status is Status.RUNNING:
+            turn.emit(effects.Suspend(other, generation, reason))
+
+
+def _hang_deadline_s(turn: Turn, waited_s: float | None) -> float:
+    """When whoever has not parked is hung.
+
+    If a timeout suspends the view, whoever made it wait has had its time, but is given as long as a silent member to
+    hear of the suspension and to park.
+    """
+    settings, now_s = turn.settings, turn.clock_s
+    if waited_s is None:
+        return now_s + settings.timeout
+    return max(now_s + settings.heartbeat_timeout, now_s - waited_s + settings.timeout)
+
+
+def gone(turn: Turn, member: Member, cause: Cause, detail: str, *, is_proven: bool) -> None:
+    """C2: a member of the view is gone. The caller concludes, once for all that are gone in the same step."""
+    if member.status is Status.LEAVING:  # C6: its death is its release
+        turn.put(member, status=Status.RELEASED, is_connected=False)
+        turn.record("member_left", member.member, detail=detail)
+        return
+    turn.put(member, status=Status.GONE, cause=cause, is_proven=is_proven, is_connected=False, admits=False)
+    turn.record("failure_detected", member.member, cause=cause.value, detail=detail)
+    if not is_proven and member.incarnation is not None:
+        reason = f"given up: {detail}"
+        turn.emit(effects.Evict(member.member, member.incarnation, reason))
+        turn.emit(effects.Kill(member.member, member.incarnation, reason))
+    if turn.state.phase is Phase.HEALTHY:
+        suspend(turn, member.member, f"{member.member} is gone: {detail}")
+
+
+def conclude(turn: Turn) -> None:
+    """C3, C4, C6: if nobody is waited for any more, form the next view, keep waiting, release everybody, or stop."""
+    tally = turn.state.tally
+    if turn.state.phase is Phase.STOPPED or tally.running:
+        return
+    if not tally.parked:
+        stop(turn, ALL_LEFT if tally.leaving or tally.released else "no member is left that could go on")
+        return
+    members, reason = quorum(turn.state, turn.clock_s, turn.settings)
+    if members is not None:
+        commit(turn, members, reason)
+        return
+    if reason != turn.state.reason:
+        turn.record("quorum_missing", reason=reason)
+        turn.change(reason=reason)
+    since_s = turn.state.no_quorum_since_s
+    if since_s is None:
+        since_s = turn.clock_s
+        turn.change(no_quorum_since_s=since_s)
+    if tally.proven == tally.gone or turn.clock_s >= since_s + quorum_timeout_s(turn.settings):
+        stop(turn, reason)
+
+
+def commit(turn: Turn, members: tuple[str, ...], reason: str) -> None:
+    """C3: the next view. Whoever of the old one is not in it is out for good."""
+    old, old_members, joiners = turn.state.view, turn.state.members, turn.state.joiners
+    in_next = set(members)
+    left = tuple(member for member in old.members if member not in in_next)
+    survivors = [member for member in old.members if member in in_next]
+    joined = members[len(survivors) :]
+    new = View(old.generation + 1, members)
+    leavers = [member for member in left if old_members[member].status is Status.LEAVING]
+    num_left = sum(old_members[member].status is Status.RELEASED for member in left) + len(leavers)
+    changed = [_survivor(old_members[member], new.generation) for member in survivors]
+    changed += [_joined(joiners[member], new.generation) for member in joined]
+    changed += [dataclasses.replace(old_members[member], status=Status.RELEASED) for member in leavers]
+    for member in joined:
+        joiners = joiners.without(member)
+    turn.change(
+        view=new,
+        phase=Phase.HEALTHY,
+        members=old_members.with_items((record.member, record) for record in changed),
+        joiners=joiners,
+        tally=Tally(running=len(members)),
+        target=max(turn.state.target - num_left, len(members)),
+        hang_deadline_s=None,
+        no_quorum_since_s=None,
+        reason="",
+        leave_notice=None,
+    )
+    _tell_view(turn, old.generation, left, survivors, joined)
+    for member in leavers:
+        turn.emit(effects.Release(member, f"generation {new.generation} goes on without it"))
+        turn.record("member_left", member, detail="released")
+    for member in joined:
+        turn.record("member_joined", member, incarnation=turn.state.members[member].incarnation)
+    turn.record("view_committed", members=members, reason=reason)
+    announce_joiners(turn)
+
+
+def _survivor(member: Member, generation: int) -> Member:
+    return dataclasses.replace(member, generation=generation, status=Status.RUNNING, admits=False)
+
+
+def _joined(joiner: Joiner, generation: int) -> Member:
+    return Member(
+        member=joiner.member,
+        incarnation=joiner.incarnation,
+        address=joiner.address,
+        generation=generation,
+        is_connected=True,
+        last_heard_s=joiner.last_heard_s,
+    )
+
+
+def _tell_view(turn: Turn, base: int, left: tuple[str, ...], survivors: list[str], joined: tuple[str, ...]) -> None:
+    """Give survivors the difference to their view, joiners (and everybody in the first view) the whole."""
+    view = turn.state.view
+    meeting = turn.state.members[view.members[0]].address
+    assert meeting is not None, "a parked member said hello"
+    if base == 0:  # nobody was given generation 0
+        left, joined = (), view.members
+    for member in survivors:
+        turn.emit(effects.CommitView(member, view.generation, base, left, joined, meeting))
+    for member in view.members[len(survivors) :]:
+        turn.emit(effects.CommitView(member, view.generation, 0, (), view.members, meeting))
+
+
+def repeat_view(turn: Turn, member: Member) -> None:
+    """Tell a member all that it may have missed of the current view; what it knows, it ignores."""
+    state = turn.state
+    meeting = state.members[state.view.members[0]].address
+    assert meeting is not None, "a view but the initial one has members that said hello"
+    turn.emit(effects.CommitView(member.member, state.generation, 0, (), state.view.members, meeting))
+
+
+def announce_joiners(turn: Turn) -> None:
+    """C7: tell the first member of a healthy view that somebody waits to join."""
+    if turn.state.phase is Phase.HEALTHY and turn.state.joiners:
+        turn.emit(
+            effects.AnnounceJoin(turn.state.view.members[0], f"ready: {', '.join(in_order(turn.state.joiners)[:3])}")
+        )
+
+
+def stop(turn: Turn, reason: str) -> None:
+    """C4, C6: the job is over. The parked are told so, the leavers released, the joiners sent away."""
+    turn.change(phase=Phase.STOPPED, hang_deadline_s=None, no_quorum_since_s=None, reason=reason)
+    for member in turn.state.view.members:
+        record = turn.state.members[member]
+        if record.status is Status.PARKED:
+            turn.emit(effects.Stop(member, reason))
+        elif record.status is Status.LEAVING:
+            turn.put(record, status=Status.RELEASED)
+            turn.emit(effects.Release(member, reason))
+    for member in sorted(turn.state.joiners):
+        turn.emit(effects.Stop(member, reason))
+    turn.record("job_stopped", reason=reason)
