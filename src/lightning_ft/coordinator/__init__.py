@@ -1,0 +1,1 @@
+"""The coordinator's server and the clients of members and agents. Sockets and time, but no torch."""

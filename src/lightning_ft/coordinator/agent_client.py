@@ -1,0 +1,108 @@
+"""The agent's side: tells the coordinator how processes ended, and hears whom to kill."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from lightning_ft.config import Settings
+from lightning_ft.coordinator.channel import AGENT_PATH
+from lightning_ft.coordinator.link import Link
+from lightning_ft.membership import effects, events, wire
+
+logger = logging.getLogger("lightning_ft")
+
+
+class AgentClient:
+    """One agent's connection to the coordinator.
+
+    Args:
+        endpoint: `host:port` of the coordinator.
+        token: The job's secret.
+        node: Number of the agent's node.
+        settings: The job's settings.
+        on_kill: Called with (member, incarnation, reason) of a process to kill.
+
+    Threads: the event loop's.
+    """
+
+    def __init__(
+        self, endpoint: str, token: str, node: int, settings: Settings, on_kill: Callable[[str, int, str], None]
+    ) -> None:
+        self._node = node
+        self._on_kill = on_kill
+        self._running: dict[str, int] = {}
+        self._exits: list[events.Exited] = []
+        self._is_connected = asyncio.Event()
+        self._link = Link(
+            endpoint,
+            AGENT_PATH,
+            token,
+            settings,
+            greet=self._greet,
+            on_frame=self._on_frame,
+            on_change=self._on_change,
+            heartbeat=lambda: wire.encode(wire.AgentHeartbeat()),
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Connect in the background."""
+        self._task = asyncio.get_running_loop().create_task(self._link.run())
+
+    def started(self, member: str, incarnation: int) -> None:
+        """Note a process; said at the next connection."""
+        self._running[member] = incarnation
+
+    def exited(self, member: str, incarnation: int, status: int, detail: str) -> None:
+        """Report how a process ended; said again at each new connection, since it may have been lost."""
+        exited = events.Exited(member, incarnation, status, detail)
+        self._exits.append(exited)
+        if self._running.get(member) == incarnation:
+            del self._running[member]
+        self._link.send(wire.encode(exited))
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until everything was handed to the kernel, connecting first if necessary.
+
+        Returns: False if that took longer than `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    await self._is_connected.wait()
+                    if await self._link.flush():
+                        return True
+                    self._is_connected.clear()
+        except TimeoutError:
+            logger.warning("the exits of node %d's processes could not be reported: %s", self._node, self._link.cause)
+            return False
+
+    async def aclose(self) -> None:
+        """Send what is queued and close the connection."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _greet(self) -> Iterable[str]:
+        yield wire.encode(wire.AgentHello(self._node, tuple(self._running.items())))
+        yield from (wire.encode(exited) for exited in self._exits)
+
+    def _on_frame(self, text: str) -> bool:
+        try:
+            message = wire.decode(text, expect=wire.TO_AGENT)
+        except wire.WireError as error:
+            logger.error("the coordinator broke the protocol: %s", error)
+            return True
+        if isinstance(message, wire.Welcome):
+            self._link.interval_s = message.heartbeat_interval_s or self._link.interval_s
+        elif isinstance(message, effects.Kill):
+            self._on_kill(message.member, message.incarnation, message.reason)
+        return True
+
+    def _on_change(self) -> None:
+        if self._link.is_connected:
+            self._is_connected.set()
+        else:
+            self._is_connected.clear()

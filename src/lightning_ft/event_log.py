@@ -1,0 +1,199 @@
+"""The job's event log: one JSON object per line for programs, one sentence on the console for a person.
+
+A line has `time` (Unix seconds), `event`, `generation`, `member` (null for the job as a whole) and the event's own fields.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+logger = logging.getLogger("lightning_ft")
+
+DEFAULT_NAME = "ft_events.jsonl"
+"""File name inside a run's log directory."""
+
+_MAX_BUFFERED = 10_000
+"""Lines kept while there is no file yet, or while the disk hangs; the oldest are dropped first and counted."""
+
+_RESERVED = ("time", "event", "generation", "member")
+
+
+class EventLog:
+    """Appends events to a file; never makes the caller wait for the disk, and never raises because of it.
+
+    Lines are kept in memory until a path is known. A thread of its own writes and flushes them, line by line.
+
+    Args:
+        path: File to append to; None: decided later by `open`.
+        clock: Gives Unix seconds.
+
+    Threads: any.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lines: collections.deque[str] = collections.deque()
+        self._changed = threading.Condition()
+        self._path: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._is_writing = False
+        self._warned: set[str] = set()
+        self.num_lost = 0
+        if path is not None:
+            self.open(path)
+
+    @property
+    def path(self) -> Path | None:
+        """The file, once it is known."""
+        return self._path
+
+    def open(self, path: str | os.PathLike[str]) -> bool:
+        """Set the file, creating its directories; what was buffered is written to it.
+
+        Returns: False if a file was already set, which stays.
+        """
+        with self._changed:
+            if self._path is not None or self._is_closed:
+                return False
+            self._path = Path(path)
+            self._thread = threading.Thread(target=self._write_forever, name="lightning_ft-event-log", daemon=True)
+            self._thread.start()
+        return True
+
+    def write(self, event: str, *, generation: int, member: str | None = None, **fields: Any) -> None:
+        """Append one event, and say it on the console.
+
+        Args:
+            event: Its name, `snake_case`.
+            generation: The view it happened in.
+            member: Logical id that it is about; None: the job.
+            fields: Anything that JSON can hold; what it can't is written as text. The four common names are ignored.
+        """
+        fields = {name: value for name, value in fields.items() if name not in _RESERVED}
+        line = {"time": self._clock(), "event": event, "generation": generation, "member": member, **fields}
+        with self._changed:
+            if not self._is_closed:
+                if len(self._lines) >= _MAX_BUFFERED:
+                    self._lines.popleft()
+                    self.num_lost += 1
+                self._lines.append(json.dumps(line, default=str) + "\n")
+                self._changed.notify_all()
+        level, sentence = describe(event, fields)
+        logger.log(level, "%s %s", _prefix(member, generation), sentence)
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Wait until everything written so far is in the file (or lost to the disk).
+
+        Returns: False if there is no file or the disk did not answer in time.
+        """
+        with self._changed:
+            if self._path is None:
+                return False
+            return self._changed.wait_for(lambda: not self._lines and not self._is_writing, timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is left, then stop; a hanging disk is given up after `timeout_s`."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _write_forever(self) -> None:
+        file: IO[str] | None = None
+        while True:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._lines or self._is_closed)
+                if not self._lines:
+                    break
+                line = self._lines.popleft()
+                self._is_writing = True
+            file = self._write_line(file, line)
+        if file is not None:
+            file.close()
+
+    def _write_line(self, file: IO[str] | None, line: str) -> IO[str] | None:
+        if self._path is None:  # pragma: no cover  (the thread starts after the path is set)
+            return file
+        try:
+            if file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                file = self._path.open("a", encoding="utf-8")
+            file.write(line)
+            file.flush()
+        except OSError as error:
+            self.num_lost += 1
+            cause = f"{type(error).__name__}: {error.strerror}"
+            if cause not in self._warned:
+                self._warned.add(cause)
+                logger.warning(
+                    "The event log can't be written: %s (%s). Training goes on; the lines are lost. "
+                    "Free the disk or set event_log to another path.", self._path, cause,
+                )  # fmt: skip
+            if file is not None:
+                _close_quietly(file)
+            return None
+        return file
+
+
+def describe(event: str, fields: dict[str, Any]) -> tuple[int, str]:
+    """Say an event in words for a person.
+
+    Returns: The logging level and the sentence.
+    """
+    level, template = _SENTENCES.get(event, (logging.INFO, event.replace("_", " ")))
+    rest = ", ".join(f"{name}={_brief(value)}" for name, value in fields.items() if f"{{{name}}}" not in template)
+    try:
+        sentence = template.format_map({name: _brief(value) for name, value in fields.items()})
+    except KeyError:
+        sentence = event.replace("_", " ")
+        rest = ", ".join(f"{name}={_brief(value)}" for name, value in fields.items())
+    return level, f"{sentence} ({rest})" if rest else sentence
+
+
+_SENTENCES: dict[str, tuple[int, str]] = {
+    "job_started": (logging.INFO, "the job starts with {members}"),
+    "job_finished": (logging.INFO, "the job ended with status {status}"),
+    "recovered": (logging.INFO, "training goes on after the failure"),
+    "failed": (logging.WARNING, "the process fails with {exception}"),
+    "member_joined": (logging.INFO, "joined the job"),
+    "member_left": (logging.INFO, "left the job as it wished"),
+    "failure_detected": (logging.WARNING, "is lost: {detail}"),
+    "view_suspended": (logging.WARNING, "training is suspended: {reason}"),
+    "view_committed": (logging.INFO, "the members are now {members}: {reason}"),
+    "quorum_missing": (logging.WARNING, "training can't go on yet: {reason}"),
+    "job_stopped": (logging.WARNING, "the coordinator stops the job: {reason}"),
+}
+"""Level and sentence per event; an event that isn't here is said by its name. Fields outside the sentence are appended."""
+
+
+def _prefix(member: str | None, generation: int) -> str:
+    return f"[{member or 'job'} g{generation}]"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        text = ", ".join(str(item) for item in value)
+    else:
+        text = str(value)
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def _close_quietly(file: IO[str]) -> None:
+    try:
+        file.close()
+    except OSError:  # the same full disk again, already warned about
+        return
