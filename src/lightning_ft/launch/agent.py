@@ -1,0 +1,382 @@
+"""The agent: the process that a user starts. It starts one child per device, watches them, and ends with the job's status.
+
+The agent of node 0 also hosts the coordinator. An agent is never a rank, so that every rank is as mortal as any other.
+What a child finds in its environment:
+
+    LIGHTNING_FT_COORDINATOR, LIGHTNING_FT_TOKEN     where the coordinator is, and the proof of belonging to the job
+    LIGHTNING_FT_MEMBER, LIGHTNING_FT_INCARNATION    who it is (`node/slot`), and its how-manieth start this is
+    LIGHTNING_FT_EXPECTED                            number of members the job starts with
+    LIGHTNING_FT_AGENT_FD, LIGHTNING_FT_AGENT_PID    a pipe that ends when the agent does (see `child.watch_agent`)
+    LIGHTNING_FT_<SETTING>                           the settings, as this agent resolved them
+    RANK, LOCAL_RANK, NODE_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT    as with torchrun
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from lightning_ft.config import ENV_PREFIX, Settings, parse_endpoint
+from lightning_ft.coordinator.agent_client import AgentClient
+from lightning_ft.coordinator.server import CoordinatorServer
+from lightning_ft.errors import LaunchError
+from lightning_ft.event_log import EventLog
+from lightning_ft.launch import child as child_module
+
+logger = logging.getLogger("lightning_ft")
+
+TERMINATION_GRACE_TIME_S = 30.0
+"""How long a child that is asked to end may take; as torchrun's."""
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exit:
+    """How one process ended. `status` is its exit code, or minus the signal's number."""
+
+    member: str
+    incarnation: int
+    status: int
+
+    @property
+    def detail(self) -> str:
+        """In words for a person."""
+        if self.status >= 0:
+            return f"exited with status {self.status}"
+        try:
+            return f"was killed by {signal.Signals(-self.status).name}"
+        except ValueError:
+            return f"was killed by signal {-self.status}"
+
+
+def job_status(exits: Sequence[Exit], released: frozenset[tuple[str, int]]) -> int:
+    """Exit status of a job.
+
+    Args:
+        exits: How its processes ended, in order of time.
+        released: The (member, incarnation) pairs that the coordinator let go after their last collective.
+    Returns: 0 if a released member succeeded and none failed; else the last failure's status, 128 + n for signal n.
+    """
+    finished = [exit.status for exit in exits if (exit.member, exit.incarnation) in released]
+    if finished and not any(finished):
+        return 0
+    failed = [exit.status for exit in exits if exit.status != 0]
+    if not failed:
+        return 0
+    return failed[-1] if failed[-1] > 0 else 128 - failed[-1]
+
+
+@dataclasses.dataclass(slots=True)
+class _Child:
+    member: str
+    slot: int
+    incarnation: int
+    process: asyncio.subprocess.Process
+
+    def kill(self) -> None:
+        """Kill it and what it started; stopped processes too."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class Agent:
+    """Supervises the members of one node.
+
+    Args:
+        command_for: Gives the command line of a slot.
+        env_for: Gives what to add to a slot's environment.
+        node: Number of this node.
+        num_slots: How many members this node has.
+        settings: The job's settings.
+        expected_members: Logical ids of all members the job starts with, in the order of their first ranks.
+        host_coordinator: Whether the coordinator runs in this process.
+        event_log: Where events go; None: a log at `settings.event_log`.
+        termination_grace_time: Seconds a child may take to end when it is asked to.
+    """
+
+    def __init__(
+        self,
+        command_for: Callable[[int], Sequence[str]],
+        env_for: Callable[[int], Mapping[str, str]],
+        *,
+        node: int,
+        num_slots: int,
+        settings: Settings,
+        expected_members: Sequence[str],
+        host_coordinator: bool,
+        event_log: EventLog | None = None,
+        termination_grace_time: float = TERMINATION_GRACE_TIME_S,
+    ) -> None:
+        self._command_for = command_for
+        self._env_for = env_for
+        self._node = node
+        self._num_slots = num_slots
+        self._settings = settings
+        self._expected = tuple(expected_members)
+        self._host_coordinator = host_coordinator
+        self._event_log = event_log if event_log is not None else EventLog(settings.event_log)
+        self._grace_s = termination_grace_time
+        self._token = os.environ.get(f"{ENV_PREFIX}TOKEN") or secrets.token_urlsafe(32)
+        self._children: dict[str, _Child] = {}
+        self._exits: list[Exit] = []
+        self._server: CoordinatorServer | None = None
+        self._client: AgentClient | None = None
+        self._num_interrupts = 0
+        missing = [self._member(slot) for slot in range(num_slots) if self._member(slot) not in self._expected]
+        if missing:
+            raise ValueError(f"expected_members must hold the members of node {node}, but lacks {missing}")
+        if settings.coordinator is None and (not host_coordinator or len(self._expected) != num_slots):
+            raise ValueError("a job of several nodes needs the setting coordinator=host:port of node 0, got None")
+
+    async def run(self) -> int:
+        """Start the children and stay until the job is over; no child survives this call.
+
+        Returns: The job's exit status.
+        Raises:
+            LaunchError: The coordinator or a child could not be started; what was started is ended.
+        """
+        read_fd, write_fd = os.pipe()  # only this process holds the write end: children see it close when we die
+        try:
+            with self._forwarded_signals():
+                endpoint = await self._start_coordinator()
+                self._client = AgentClient(endpoint, self._token, self._node, self._settings, self._kill)
+                self._client.start()
+                try:
+                    watchers = await self._start_children(endpoint, read_fd)
+                    await self._wait(watchers)
+                finally:
+                    await self._end_children()
+                return await self._finish()
+        finally:
+            os.close(read_fd)
+            os.close(write_fd)
+            await self._close()
+
+    def _member(self, slot: int) -> str:
+        return f"{self._node}/{slot}"
+
+    async def _start_coordinator(self) -> str:
+        configured = self._settings.coordinator
+        if not self._host_coordinator:
+            return str(configured)
+        self._server = CoordinatorServer(self._settings, self._expected, self._token, self._event_log)
+        host, port = ("127.0.0.1", 0) if configured is None else parse_endpoint(configured)
+        is_local = host in ("127.0.0.1", "localhost", "::1")
+        try:
+            # The name that others use for this host may not be one that can be bound (NAT): listen on all interfaces.
+            port = await self._server.start(host if is_local else None, port)
+        except OSError as error:
+            raise LaunchError(
+                f"starting the coordinator failed: can't listen on {host}:{port}: {error.strerror}. "
+                "Choose another port with the setting coordinator."
+            ) from error
+        shown = {name: value for name, value in dataclasses.asdict(self._settings).items() if value is not None}
+        self._event_log.write("job_started", generation=0, members=list(self._expected), settings=shown)
+        return configured if configured is not None else f"127.0.0.1:{port}"
+
+    async def _start_children(self, endpoint: str, read_fd: int) -> list[asyncio.Task[None]]:
+        common = self._common_environment(endpoint, read_fd)
+        watchers = []
+        for slot in range(self._num_slots):
+            child = await self._start_child(slot, 1, common, read_fd)
+            watchers.append(asyncio.create_task(self._watch(child)))
+        return watchers
+
+    async def _start_child(self, slot: int, incarnation: int, common: Mapping[str, str], read_fd: int) -> _Child:
+        member = self._member(slot)
+        command = list(self._command_for(slot))
+        if not command or shutil.which(command[0]) is None:
+            raise LaunchError(
+                f"starting {member} failed: {command[:1]} is no program. Check the command.", member=member
+            )
+        if sys.platform.startswith("linux"):  # tie it to us before anything of the user's runs
+            command = [sys.executable, "-I", "-S", str(child_module.__file__), str(os.getpid()), *command]
+        environment = {
+            **os.environ,
+            **common,
+            "LOCAL_RANK": str(slot),
+            "RANK": str(self._expected.index(member)),
+            f"{ENV_PREFIX}MEMBER": member,
+            f"{ENV_PREFIX}INCARNATION": str(incarnation),
+            **self._env_for(slot),
+        }
+        try:
+            # A session of its own: Ctrl-C reaches the agent alone, which passes it on once.
+            process = await asyncio.create_subprocess_exec(
+                *command, env=environment, pass_fds=(read_fd,), start_new_session=True
+            )
+        except OSError as error:
+            raise LaunchError(f"starting {member} failed: {error}. Check the command.", member=member) from error
+        child = _Child(member, slot, incarnation, process)
+        self._children[member] = child
+        if self._client is not None:
+            self._client.started(member, incarnation)
+        logger.debug("[%s] process %d started (incarnation %d)", member, process.pid, incarnation)
+        return child
+
+    def _common_environment(self, endpoint: str, read_fd: int) -> dict[str, str]:
+        settings = {
+            f"{ENV_PREFIX}{name.upper()}": str(value)
+            for name, value in dataclasses.asdict(self._settings).items()
+            if value is not None or name == "max_failures"  # "None" there means no limit, over any alias
+        }
+        environment = {
+            **settings,
+            f"{ENV_PREFIX}COORDINATOR": endpoint,
+            f"{ENV_PREFIX}TOKEN": self._token,
+            f"{ENV_PREFIX}EXPECTED": str(len(self._expected)),
+            child_module.AGENT_FD_VARIABLE: str(read_fd),
+            child_module.AGENT_PID_VARIABLE: str(os.getpid()),
+            "NODE_RANK": str(self._node),
+            "WORLD_SIZE": str(len(self._expected)),
+            "LOCAL_WORLD_SIZE": str(self._num_slots),
+            "MASTER_ADDR": os.environ.get("MASTER_ADDR") or parse_endpoint(endpoint)[0],
+            "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_free_port()),
+        }
+        if self._num_slots > 1 and "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = "1"
+        return environment
+
+    async def _watch(self, child: _Child) -> None:
+        """Follow one child to its end. A respawn under the next incarnation belongs at the end of this."""
+        ended = Exit(child.member, child.incarnation, await child.process.wait())
+        self._exits.append(ended)
+        logger.debug("[%s] process %d %s", child.member, child.process.pid, ended.detail)
+        if self._client is not None:
+            self._client.exited(ended.member, ended.incarnation, ended.status, ended.detail)
+
+    async def _wait(self, watchers: Sequence[asyncio.Task[None]]) -> None:
+        all_ended = asyncio.gather(*watchers)
+        if self._server is None:
+            await all_ended
+            return
+        stopped = asyncio.create_task(self._server.stopped.wait())
+        try:
+            await asyncio.wait((all_ended, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if self._server.is_failed:  # the members were told; they say why and exit by themselves
+                await asyncio.wait((all_ended,), timeout=self._grace_s)
+            else:  # whoever was released may take its time
+                await all_ended
+        finally:
+            stopped.cancel()
+            if not all_ended.done():
+                all_ended.cancel()
+
+    async def _end_children(self) -> None:
+        """Ask the children that are left to end, then make them."""
+        if not self._alive():
+            return
+        for child in self._alive():
+            logger.warning("[%s] process %d is still running; asking it to end", child.member, child.process.pid)
+        self._forward(signal.SIGTERM)
+        waits = [asyncio.create_task(child.process.wait()) for child in self._alive()]
+        if waits:
+            await asyncio.wait(waits, timeout=self._grace_s)
+        self._kill_all()
+        if waits:
+            await asyncio.wait(waits)
+
+    async def _finish(self) -> int:
+        """Deliver the last exits; stay for the other nodes if they need our coordinator."""
+        if self._client is not None:
+            await self._client.flush(self._settings.heartbeat_timeout)
+        if self._server is None:
+            return job_status(self._exits, frozenset((e.member, e.incarnation) for e in self._exits if e.status == 0))
+        await self._server.wait_for_others(self._node)
+        exits = [Exit(e.member, e.incarnation, e.status) for e in self._server.exits]
+        status = job_status(exits, self._server.released)
+        self._event_log.write("job_finished", generation=self._server.generation, status=status)
+        return status
+
+    async def _close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+        if self._server is not None:
+            await self._server.stop()
+        await asyncio.to_thread(self._event_log.close)
+
+    def _alive(self) -> list[_Child]:
+        return [child for child in self._children.values() if child.process.returncode is None]
+
+    def _kill(self, member: str, incarnation: int, reason: str) -> None:
+        child = self._children.get(member)
+        if child is not None and child.incarnation == incarnation and child.process.returncode is None:
+            logger.warning("[%s] process %d is killed: %s", member, child.process.pid, reason)
+            child.kill()
+
+    def _kill_all(self) -> None:
+        for child in self._alive():
+            child.kill()
+
+    def _forward(self, number: signal.Signals) -> None:
+        for child in self._alive():
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGINT:
+            self._num_interrupts += 1
+            if self._num_interrupts > 1:
+                logger.warning("second SIGINT: killing %d processes", len(self._alive()))
+                self._kill_all()
+                return
+        logger.info("passing %s on to %d processes", number.name, len(self._alive()))
+        self._forward(number)
+
+    @contextlib.contextmanager
+    def _forwarded_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        before = {number: signal.getsignal(number) for number in _FORWARDED}
+        taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # nohup stays nohup
+        for number in taken:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in taken:
+                loop.remove_signal_handler(number)
+                signal.signal(number, before[number])
+
+
+def run_agent(
+    command_for: Callable[[int], Sequence[str]],
+    env_for: Callable[[int], Mapping[str, str]],
+    *,
+    node: int,
+    num_slots: int,
+    settings: Settings,
+    expected_members: Sequence[str],
+    host_coordinator: bool,
+    event_log: EventLog | None = None,
+    termination_grace_time: float = TERMINATION_GRACE_TIME_S,
+) -> int:
+    """Run an `Agent` to its end, in the main thread. Arguments, result and errors are the class's."""
+    agent = Agent(
+        command_for,
+        env_for,
+        node=node,
+        num_slots=num_slots,
+        settings=settings,
+        expected_members=expected_members,
+        host_coordinator=host_coordinator,
+        event_log=event_log,
+        termination_grace_time=termination_grace_time,
+    )
+    return asyncio.run(agent.run())
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,89 @@
+"""A child process that does not outlive its agent.
+
+Imported by a child for `watch_agent()`. Run as a script, `python -I -S child.py AGENT_PID COMMAND...`, it is the
+first thing in the child: it ties the process to its agent before anything of the user's runs, then becomes the command.
+Nothing but the standard library is imported, so that this costs a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import stat
+import sys
+import threading
+
+AGENT_FD_VARIABLE = "LIGHTNING_FT_AGENT_FD"
+"""Names the read end of a pipe whose write end only the agent holds."""
+
+AGENT_PID_VARIABLE = "LIGHTNING_FT_AGENT_PID"
+
+ORPHAN_STATUS = 128 + signal.SIGKILL
+"""Exit status of a child that ends because its agent did."""
+
+_PR_SET_PDEATHSIG = 1
+
+_started = threading.Lock()
+
+
+def watch_agent() -> bool:
+    """End this process, whatever it does, as soon as its agent is dead. Does nothing without an agent.
+
+    Call it early and from any thread; further calls do nothing.
+
+    Returns: Whether a watch was started by this call.
+    """
+    text = os.environ.get(AGENT_FD_VARIABLE, "")
+    if not text.isdigit() or not _started.acquire(blocking=False):
+        return False
+    # Processes that this one starts don't have the descriptor, or have something else under its number.
+    del os.environ[AGENT_FD_VARIABLE]
+    fd = int(text)
+    if not _is_pipe(fd):
+        return False
+    os.set_inheritable(fd, False)
+    agent_pid = os.environ.get(AGENT_PID_VARIABLE, "")
+    if agent_pid.isdigit() and os.getppid() == int(agent_pid):
+        die_with_parent(int(agent_pid))
+    threading.Thread(target=_exit_at_hangup, args=(fd,), name="lightning_ft-agent-watch", daemon=True).start()
+    return True
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends (Linux; elsewhere nothing), or now if it has already.
+
+    The request survives exec. The parent's *thread* that started this process counts, so agents start children in their
+    main thread.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the request was made
+        os._exit(ORPHAN_STATUS)
+
+
+def _is_pipe(fd: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+
+def _exit_at_hangup(fd: int) -> None:
+    poll = select.poll()
+    poll.register(fd, 0)  # POLLHUP is always reported; nothing is ever read
+    while not poll.poll():
+        continue
+    os._exit(ORPHAN_STATUS)
+
+
+def _become(arguments: list[str]) -> None:
+    die_with_parent(int(arguments[0]))
+    os.execvp(arguments[1], arguments[1:])
+
+
+if __name__ == "__main__":
+    _become(sys.argv[1:])
