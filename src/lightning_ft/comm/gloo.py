@@ -1,0 +1,217 @@
+"""Make, break and free inner Gloo groups.
+
+All that depends on Gloo's own behaviour is here. Private API read in torch 2.13.0: `ProcessGroupGloo._Options`,
+`_devices`, `_timeout` (tests/unit/comm/test_gloo.py fails clearly if they change).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import torch.distributed as dist
+
+from lightning_ft.comm.sockets import Descriptor, ForkGuard, open_sockets, ports, shut_down
+from lightning_ft.membership.events import Address
+
+
+class RingBrokenError(Exception):
+    """The inner group can't be used any more: a peer is gone or the view is suspended. Never leaves `comm`."""
+
+
+class InnerGroup:
+    """One view's Gloo group.
+
+    Attributes:
+        group: The torch group; its works fail once `sever` was called, here or at a peer.
+
+    Threads: `sever` may be called from any thread, all else from the training thread.
+    """
+
+    def __init__(self, group: dist.ProcessGroupGloo, store: dist.Store, sockets: Iterable[Descriptor]) -> None:
+        self.group = group
+        self._store = store  # the group's own rendezvous object must outlive it
+        self.sockets = tuple(sockets)
+
+    def sever(self) -> None:
+        """Shut down every connection, so that blocked and later works fail within milliseconds."""
+        shut_down(self.sockets)
+
+
+class GlooTransport:
+    """What a process needs once for all its inner groups: a store server, and a Gloo device with one listener.
+
+    Args:
+        host: Address of this machine that the other members can reach.
+        timeout_s: How long an inner collective may take.
+    """
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self.host = host
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        before = open_sockets()
+        listener = socket.create_server((host, 0))
+        self._store = dist.TCPStore(  # given a listener, it does not listen on every interface
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._timeout,
+            master_listen_fd=listener.detach(),
+        )
+        self.address = Address(host, self._store.port)
+        middle = open_sockets()
+        self._device = dist.ProcessGroupGloo.create_device(hostname=host)
+        listeners = [found for found in map(ports, open_sockets() - middle) if found is not None and found[1] is None]
+        if len(listeners) != 1:
+            raise RuntimeError(f"expected a Gloo device to open one listener, found {len(listeners)}")
+        self._listener_port = listeners[0][0]
+        self._base_sockets = open_sockets() - before
+        self._groups: list[InnerGroup] = []
+        self._builds: list[Build] = []
+        self._fork_guard = ForkGuard(self._own_sockets)
+
+    def _own_sockets(self) -> Iterable[Descriptor]:
+        """Return every socket of the store and of the groups, accepted ones included."""
+        own_ports = {self._store.port, self._listener_port}
+        for descriptor in open_sockets():
+            found = ports(descriptor)
+            if found is not None and (found[0] in own_ports or found[1] in own_ports):
+                yield descriptor
+        yield from self._base_sockets
+        for group in self._groups:
+            yield from group.sockets
+
+    def build(self, prefix: str, rank: int, size: int, meeting: Address) -> Build:
+        """Prepare to make the group `prefix` of `size` members, as its rank `rank`; all of them must do so.
+
+        Args:
+            prefix: Never used before, or keys of an earlier group would be met.
+            rank: 0 <= rank < size.
+            size: Number of members.
+            meeting: Store of the member where they meet.
+
+        Returns: The build, not started: `Build.result` makes the group, `Build.cancel` ends it from another thread.
+        """
+        build = Build(prefix, lambda build: self._open_group(prefix, rank, size, meeting, build), self._groups.append)
+        self._builds = [*(earlier for earlier in self._builds if earlier.is_running), build]
+        return build
+
+    def close(self) -> None:
+        """End what is still being made, so that the interpreter can end."""
+        for build in self._builds:
+            build.cancel()
+            build.join(timeout_s=1.0)
+        for inner in self._groups:
+            inner.sever()
+        self._fork_guard.cancel()
+
+    def free(self, inner: InnerGroup) -> None:
+        """Close a group. Blocks until its works have ended; they do once it is severed."""
+        inner.sever()
+        self._groups.remove(inner)
+        with contextlib.suppress(RuntimeError):
+            inner.group.shutdown()
+
+    def _open_group(self, prefix: str, rank: int, size: int, meeting: Address, build: Build) -> InnerGroup:
+        before = open_sockets()
+        # A store client retries a dead server for long; a plain connection is refused at once.
+        socket.create_connection((meeting.host, meeting.store_port), timeout=self._timeout.total_seconds()).close()
+        store = dist.TCPStore(  # a client even of the own server: its socket can be shut down, a wait inside can't
+            meeting.host, meeting.store_port, is_master=False, wait_for_workers=False, timeout=self._timeout
+        )
+        build.sockets = tuple(open_sockets() - before)
+        prefixed = dist.PrefixStore(prefix, store)
+        prefixed.set(f"listener/{rank}", str(self._listener_port))
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [self._device]
+        options._timeout = self._timeout
+        group = dist.ProcessGroupGloo(prefixed, rank, size, options)
+        listeners = prefixed.multi_get([f"listener/{peer}" for peer in range(size)])
+        opened = _ring_sockets(open_sockets() - before, self._listener_port, [int(port) for port in listeners])
+        return InnerGroup(group, store, {*opened, *build.sockets})
+
+
+class Build:
+    """A group in the making, in a thread of its own because Gloo's and the store's waits can't be interrupted.
+
+    Attributes:
+        sockets: The store client's, once it is connected.
+    """
+
+    def __init__(
+        self, prefix: str, make: Callable[[Build], InnerGroup], keep: Callable[[InnerGroup], None]
+    ) -> None:
+        self.sockets: tuple[Descriptor, ...] = ()
+        self._prefix = prefix
+        self._make = make
+        self._keep = keep
+        self._inner: InnerGroup | None = None
+        self._error: Exception | None = None
+        self._is_cancelled = False
+        self._lock = threading.Lock()
+        self._wake = threading.Event()  # finished or cancelled
+        self._thread = threading.Thread(target=self._run, name=f"lightning_ft build {prefix}", daemon=True)
+
+    def cancel(self) -> None:
+        """Give up, from any thread: `result` raises at once, and what is still made is broken when it is there."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._inner is not None:
+                self._inner.sever()
+        self._wake.set()
+        shut_down(self.sockets)  # frees the thread from a wait at the store
+
+    def result(self) -> InnerGroup:
+        """Make the group and return it.
+
+        Raises:
+            RingBrokenError: A member is gone, or the build was cancelled.
+        """
+        self._thread.start()
+        self._wake.wait()
+        with self._lock:
+            if self._inner is None or self._is_cancelled:
+                reason = "the view was suspended" if self._error is None else str(self._error)
+                raise RingBrokenError(f"building {self._prefix} failed: {reason}") from self._error
+            return self._inner
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its thread has been started and has not ended."""
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread of a cancelled build: one that is in C++ when the interpreter ends would abort it."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            inner = self._make(self)
+        except (OSError, RuntimeError) as error:
+            self._error = error
+        else:
+            with self._lock:
+                self._keep(inner)
+                self._inner = inner
+                if self._is_cancelled:
+                    inner.sever()
+        self._wake.set()
+
+
+def _ring_sockets(candidates: Iterable[Descriptor], own: int, peers: Sequence[int]) -> Iterable[Descriptor]:
+    """Pick the group's connections: on each pair of members one end is the listener's."""
+    for descriptor in candidates:
+        found = ports(descriptor)
+        if found is not None and found[1] is not None and (found[0] == own or found[1] in peers):
+            yield descriptor
+
+
+def reachable_host() -> str:
+    """Return the address under which this machine is reached: `LIGHTNING_FT_HOST`, else loopback."""
+    return os.environ.get("LIGHTNING_FT_HOST", "127.0.0.1")

@@ -1,0 +1,331 @@
+"""The collectives of one sequence, each able to be started again, kept and handed over.
+
+Three primitives carry everything: reduce (everybody gets the sum), gather (everybody gets all slots) and broadcast. What
+torch offers beyond them (reduce to one, scatter, gather to one, reduce-scatter) is one of the three with a result that
+is the same on every member, since only such a result can be handed to a member that missed it (PROTOCOL.md#M4).
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ft.comm.gloo import InnerGroup
+
+SMALL_BYTES = 64 * 1024
+"""Up to here a broadcast is one all-reduce; above, a broadcast and an acknowledgement, which moves fewer bytes."""
+
+
+class Kind(enum.IntEnum):
+    """What a number was for; sent at the exchange, so that the event log can say what was redone."""
+
+    NONE = 0
+    OTHER = 1
+    REDUCTION = 2
+    COMMIT = 3
+
+
+class Place:
+    """Where an operation runs: an inner group and the ordered members on it.
+
+    Attributes:
+        inner: The inner group.
+        members: Logical ids in rank order.
+        rank: Own position.
+        generation: Of the view.
+    """
+
+    def __init__(self, inner: InnerGroup, members: tuple[str, ...], rank: int, generation: int) -> None:
+        self.inner = inner
+        self.members = members
+        self.rank = rank
+        self.generation = generation
+
+    @property
+    def group(self) -> dist.ProcessGroupGloo:
+        """The inner torch group."""
+        return self.inner.group
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+
+class Operation(ABC):
+    """One numbered collective.
+
+    Subclasses keep their inputs until they are final, so that `start` can be called again on another place.
+
+    Attributes:
+        members: The visible view when the caller issued it: its arguments are functions of these.
+        number: Its collective number, given when it is submitted.
+        final_generation: Generation in which the first member finished it, once it is final.
+        is_void: Its result is that it has none (PROTOCOL.md#M6).
+        error: What the caller gets instead of a result.
+    """
+
+    kind = Kind.OTHER
+    name = "collective"
+
+    def __init__(self) -> None:
+        self.members: tuple[str, ...] = ()
+        self.number = 0
+        self.final_generation = 0
+        self.is_final = False
+        self.is_void = False
+        self.error: Exception | None = None
+
+    @abstractmethod
+    def start(self, place: Place) -> Sequence[dist.Work]:
+        """Issue the first inner works, from the kept inputs. Called again after a failure, on another place."""
+
+    @abstractmethod
+    def finish(self, place: Place) -> None:
+        """Deliver the result after all works of `start` have succeeded; may run further inner collectives."""
+
+    @abstractmethod
+    def payload(self) -> list[Tensor]:
+        """Return the kept result: contiguous tensors, the same on every member, unchanged until the next number is final."""
+
+    @abstractmethod
+    def adopt(self, payload: list[Tensor]) -> None:
+        """Deliver a result that another member kept."""
+
+    def receive_into(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return flat uint8 tensors of `sizes` bytes into which a handed over payload is received."""
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
+
+    def is_redoable(self, members: tuple[str, ...]) -> bool:
+        """Whether the caller's arguments still mean the same among `members` (PROTOCOL.md#M6)."""
+        return True
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as flat uint8."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def acknowledge(place: Place) -> dist.Work:
+    """Start the smallest full-dependency collective."""
+    return place.group.allreduce([torch.zeros(1)])
+
+
+def _load(targets: Sequence[Tensor], payload: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, payload, strict=True):
+        target.copy_(source.view(target.dtype).view(target.shape))
+
+
+class Reduce(Operation):
+    """Everybody gets the reduction of everybody's tensors, in place.
+
+    Args:
+        tensors: Changed in place.
+        op: SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR, BXOR; AVG divides by the number of members at the end.
+        deliver: Called when the tensors hold the result.
+        is_slotted: The tensors have one slot per rank.
+    """
+
+    name = "all_reduce"
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        deliver: Callable[[], object] | None = None,
+        *,
+        is_slotted: bool = False,
+    ) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._is_slotted = is_slotted
+        self._is_average = op == dist.ReduceOp.AVG
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp.SUM if self._is_average else op  # type: ignore[assignment]
+        self._deliver = deliver
+        self._saved = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        self._was_started = False
+
+    def start(self, place: Place) -> Sequence[dist.Work]:
+        if self._was_started:
+            for tensor, saved in zip(self._tensors, self._saved, strict=True):
+                tensor.copy_(saved)
+        self._was_started = True
+        works = [place.group.allreduce([tensor], self._options) for tensor in self._tensors if tensor.numel()]
+        return works or [acknowledge(place)]
+
+    def finish(self, place: Place) -> None:
+        for tensor, saved in zip(self._tensors, self._saved, strict=True):
+            if self._is_average:
+                tensor.div_(place.size)
+            saved.copy_(tensor)
+        if self._deliver is not None:
+            self._deliver()
+
+    def payload(self) -> list[Tensor]:
+        return self._saved
+
+    def adopt(self, payload: list[Tensor]) -> None:
+        _load(self._saved, payload)
+        for tensor, saved in zip(self._tensors, self._saved, strict=True):
+            tensor.copy_(saved)
+        if self._deliver is not None:
+            self._deliver()
+
+    def is_redoable(self, members: tuple[str, ...]) -> bool:
+        return not self._is_slotted or members == self.members
+
+
+class Gather(Operation):
+    """Everybody gets everybody's tensor, one slot per rank.
+
+    Args:
+        slots: One tensor per rank, written in place.
+        tensor: Own contribution.
+        deliver: Called once the slots are filled.
+    """
+
+    name = "all_gather"
+
+    def __init__(self, slots: Sequence[Tensor], tensor: Tensor, deliver: Callable[[], object] | None = None) -> None:
+        super().__init__()
+        self._slots = list(slots)
+        self._tensor = tensor
+        self._deliver = deliver
+        self._kept: list[Tensor] = []
+
+    def start(self, place: Place) -> Sequence[dist.Work]:
+        if not self._tensor.numel():
+            return [acknowledge(place)]
+        return [place.group.allgather([self._slots], [self._tensor])]
+
+    def finish(self, place: Place) -> None:
+        self._kept = [slot.detach().clone(memory_format=torch.contiguous_format) for slot in self._slots]
+        if self._deliver is not None:
+            self._deliver()
+
+    def payload(self) -> list[Tensor]:
+        return self._kept
+
+    def adopt(self, payload: list[Tensor]) -> None:
+        _load(self._slots, payload)
+        self._kept = payload
+        if self._deliver is not None:
+            self._deliver()
+
+    def is_redoable(self, members: tuple[str, ...]) -> bool:
+        return members == self.members
+
+
+class Broadcast(Operation):
+    """Everybody gets the root's tensors, in place.
+
+    Args:
+        tensors: The root's are read, the others' written.
+        root: Rank of the root in the visible view.
+        is_any_root: Everybody's tensors are valid contributions, so that whoever has the root's rank when the number is
+            finished may be the root.
+        is_slotted: The tensors have one slot per rank.
+        deliver: Called once the tensors are written.
+    """
+
+    name = "broadcast"
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        root: int,
+        *,
+        is_any_root: bool = False,
+        is_slotted: bool = False,
+        deliver: Callable[[], object] | None = None,
+    ) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._root = root
+        self._is_any_root = is_any_root
+        self._is_slotted = is_slotted
+        self._deliver = deliver
+        self._flat = torch.cat([as_bytes(tensor.detach().contiguous()) for tensor in tensors])
+        self._sent = self._flat
+
+    def start(self, place: Place) -> Sequence[dist.Work]:
+        is_root = place.rank == self._root
+        self._sent = self._flat
+        if 0 < self._flat.numel() <= SMALL_BYTES:
+            self._sent = self._flat.clone() if is_root else torch.zeros_like(self._flat)
+            return [place.group.allreduce([self._sent])]
+        if not self._flat.numel():
+            return [acknowledge(place)]
+        if self._is_any_root and not is_root:
+            self._sent = self._flat.clone()
+        options = dist.BroadcastOptions()
+        options.rootRank = self._root
+        return [place.group.broadcast([self._sent], options), acknowledge(place)]
+
+    def finish(self, place: Place) -> None:
+        self.adopt([self._sent])
+
+    def payload(self) -> list[Tensor]:
+        return [self._flat]
+
+    def adopt(self, payload: list[Tensor]) -> None:
+        (self._flat,) = payload
+        self._sent = self._flat
+        start = 0
+        for tensor in self._tensors:
+            tensor.detach().copy_(self._flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            start += tensor.nbytes
+        if self._deliver is not None:
+            self._deliver()
+
+    def is_redoable(self, members: tuple[str, ...]) -> bool:
+        if self._is_slotted and members != self.members:
+            return False
+        if self._is_any_root:
+            return self._root < len(members)
+        return members[self._root : self._root + 1] == self.members[self._root : self._root + 1]
+
+
+class GatherBytes(Operation):
+    """Everybody gets everybody's bytes, as many entries as the view has members in which the number is finished.
+
+    Args:
+        data: Own contribution, any length.
+
+    Attributes:
+        entries: The result, in rank order of `final_generation`.
+    """
+
+    name = "gather_bytes"
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__()
+        self._data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        self._sizes: list[Tensor] = []
+        self.entries: list[Tensor] = []
+
+    def start(self, place: Place) -> Sequence[dist.Work]:
+        self._sizes = [torch.zeros(1, dtype=torch.int64) for _ in place.members]
+        return [place.group.allgather([self._sizes], [torch.tensor([self._data.numel()])])]
+
+    def finish(self, place: Place) -> None:
+        sizes = [int(size) for size in self._sizes]
+        widest = max(sizes)
+        slots = [torch.empty(widest, dtype=torch.uint8) for _ in sizes]
+        if widest:
+            padded = torch.zeros(widest, dtype=torch.uint8)
+            padded[: self._data.numel()] = self._data
+            place.group.allgather([slots], [padded]).wait()
+        self.entries = [slot[:size] for slot, size in zip(slots, sizes, strict=True)]
+
+    def payload(self) -> list[Tensor]:
+        return self.entries
+
+    def adopt(self, payload: list[Tensor]) -> None:
+        self.entries = payload

@@ -1,0 +1,344 @@
+"""Backend `ft`: a torch process group that outlives its members.
+
+Everything that speaks torch.distributed arrives here: DDP, SyncBatchNorm, Lightning's barriers, a user's own collectives.
+Private API read in torch 2.13.0: `dist.distributed_c10d._world.pg_group_ranks` (`_update_rank_table`) and the methods that
+c10d calls on a group (tests/unit/comm/test_process_group.py fails clearly if they change).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ft.comm.gloo import GlooTransport, reachable_host
+from lightning_ft.comm.operations import Broadcast, Gather, GatherBytes, Operation, Reduce
+from lightning_ft.comm.ring import Ring
+from lightning_ft.comm.sequence import CollectiveSequence
+from lightning_ft.config import Settings
+from lightning_ft.coordinator.client import MembershipClient
+from lightning_ft.errors import LaunchError, MembershipChangedError
+
+_SUM = dist.ReduceOp.SUM
+
+
+class PendingWork(dist.Work):  # type: ignore[misc]
+    """A numbered collective that may not be final yet; `wait` recovers if it has to."""
+
+    def __init__(self, ring: Ring, sequence: CollectiveSequence, operation: Operation, result: object) -> None:
+        super().__init__()
+        self._ring = ring
+        self._sequence = sequence
+        self._operation = operation
+        self._result = result
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Block until the result is there. `timeout` is ignored: the group's own applies."""
+        self._ring.finish(self._sequence, self._operation)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._operation.is_final
+
+    def is_success(self) -> bool:
+        """Whether it is final and has a result."""
+        return self._operation.is_final and self._operation.error is None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a completed future; waits first, since nothing runs behind the caller's back."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+    def result(self) -> Any:
+        """Return the output tensors."""
+        return self._result
+
+
+class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A group of logical members over inner groups that come and go.
+
+    Rank and size are those of the *visible view* (PROTOCOL.md): they change only between two collectives, at the same
+    one on all members. Collectives are finished by the survivors whatever happens to the others; the ones whose arguments
+    depend on the ranks raise MembershipChangedError on all survivors alike.
+
+    Args:
+        ring: This process's.
+        sequence: Of this group.
+    """
+
+    def __init__(self, ring: Ring, sequence: CollectiveSequence) -> None:
+        super().__init__(sequence.visible.index(ring.member), len(sequence.visible))
+        self.ring = ring
+        self.sequence = sequence
+        self._is_direct = False
+
+    # -- who is in it -----------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Logical ids in rank order."""
+        place = self.sequence.place
+        return place.members if self._is_direct and place is not None else self.sequence.visible
+
+    def rank(self) -> int:
+        """Return the own rank in the visible view."""
+        return self.members.index(self.ring.member)
+
+    def size(self) -> int:
+        """Return the number of members of the visible view."""
+        return len(self.members)
+
+    getRank, getSize = rank, size  # noqa: N815 - what C++ calls
+
+    def name(self) -> str:
+        """Return the backend's name."""
+        return "ft"
+
+    getBackendName = name  # noqa: N815 - what C++ calls
+
+    def shutdown(self) -> None:
+        """Leave the job (WORLD) or forget the group (a sub-group); called by destroy_process_group."""
+        if self.sequence is self.ring.world:
+            self.ring.leave()
+        else:
+            self.ring.retire_group(self.sequence)
+
+    abort = shutdown
+
+    # -- collectives ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def direct(self) -> Iterator[None]:
+        """Within it, collectives go to the inner group as they are: for hooks, which the caller redoes as a whole."""
+        self._is_direct = True
+        try:
+            yield
+        finally:
+            self._is_direct = False
+
+    def _submit(self, operation: Operation, result: object) -> PendingWork:
+        self.ring.submit(self.sequence, operation)
+        return PendingWork(self.ring, self.sequence, operation, result)
+
+    def _inner(self) -> dist.ProcessGroupGloo:
+        if self.sequence.place is None:
+            raise RuntimeError("the view is broken")
+        return self.sequence.place.group
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Reduce in place on all members; AVG is supported."""
+        opts = _options(opts, dist.AllreduceOptions)
+        if self._is_direct:
+            return self._inner().allreduce(tensors, opts)
+        return self._submit(Reduce(_each(tensors), opts.reduceOp), tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Reduce several tensors in place, as one number."""
+        opts = _options(opts, dist.AllreduceCoalescedOptions)
+        return self._submit(Reduce(tensors, opts.reduceOp), tensors)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Reduce into the root's tensors. All members compute it, so that nobody is needed to finish it."""
+        opts = _options(opts, dist.ReduceOptions)
+        scratch = [tensor.detach().clone() for tensor in _each(tensors)]
+        is_root = self.rank() == _root(opts, self.size())
+        return self._submit(Reduce(scratch, opts.reduceOp, lambda: _copy(tensors, scratch) if is_root else None), tensors)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Copy the root's tensors to all members."""
+        opts = _options(opts, dist.BroadcastOptions)
+        if self._is_direct:
+            return self._inner().broadcast(tensors, opts)
+        return self._submit(Broadcast(_each(tensors), _root(opts, self.size())), tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """Give every member every member's tensor, one slot per rank."""
+        if self._is_direct:
+            return self._inner().allgather(outputs, inputs)
+        slots = self._slots(outputs[0], "all_gather")
+        return self._submit(Gather(slots, _one(inputs).contiguous()), outputs)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """Give the root every member's tensor. Moves what all_gather moves."""
+        opts = _options(opts, dist.GatherOptions)
+        own = _one(inputs).contiguous()
+        slots = [torch.empty_like(own) for _ in range(self.size())]
+        if self.rank() != _root(opts, self.size()):
+            return self._submit(Gather(slots, own), outputs)
+        wanted = self._slots(outputs[0], "gather")
+        return self._submit(Gather(slots, own, lambda: _copy(wanted, slots)), outputs)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        """Give each member its slot of the root's list. Moves what a broadcast of the list moves."""
+        opts = _options(opts, dist.ScatterOptions)
+        output, root, rank = _one(outputs), _root(opts, self.size()), self.rank()
+        whole = torch.empty((self.size(), *output.shape), dtype=output.dtype, device=output.device)
+        if rank == root:
+            whole.copy_(torch.stack(self._slots(inputs[0], "scatter")))
+        operation = Broadcast([whole], root, is_slotted=True, deliver=lambda: output.copy_(whole[rank]))
+        return self._submit(operation, outputs)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        """Reduce slot by slot and give each member its own. Moves what an all_reduce of the list moves."""
+        opts = _options(opts, dist.ReduceScatterOptions)
+        output, rank = _one(outputs), self.rank()
+        whole = torch.stack(self._slots(inputs[0], "reduce_scatter"))
+        operation = Reduce([whole], opts.reduceOp, lambda: _copy([output], [whole[rank]]), is_slotted=True)
+        return self._submit(operation, outputs)
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        whole = output.view(-1).view(self.size(), -1)
+        return self._submit(Gather(list(whole), tensor.contiguous().view(-1)), output)
+
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        opts = _options(opts, dist.ReduceScatterOptions)
+        slots = list(tensor.contiguous().view(self.size(), -1))
+        return self.reduce_scatter([output.view(-1)], [slots], opts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for all members."""
+        return self._submit(Reduce([torch.zeros(1)]), [])
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+        """Send to one member. Not numbered, so not repeated.
+
+        Raises:
+            MembershipChangedError: The view is broken, or rank `dst` is another member in the next one.
+        """
+        return self._point_to_point("send", dst).send(tensors, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
+        """Receive from one member; as `send`."""
+        return self._point_to_point("recv", src).recv(tensors, src, tag)
+
+    def _point_to_point(self, what: str, peer: int) -> dist.ProcessGroupGloo:
+        place, view = self.sequence.place, self.ring.view
+        if place is None or view.is_severed or place.members != self.sequence.visible:
+            raise MembershipChangedError(
+                f"{what} with rank {peer} failed: the members are changing (generation={view.generation}). Point-to-point "
+                "messages are not repeated; call a collective (barrier) first, read the new ranks and try again.",
+                member=self.ring.member,
+                generation=view.generation,
+            )
+        return place.group
+
+    # -- beyond torch's own: calls that don't depend on who is in it --------------------------------------------------
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Give every member every member's bytes: as many entries as there are ranks when it is finished.
+
+        Args:
+            data: Own contribution, any length.
+        Returns: One entry for each member that took part, in rank order; the same on all.
+        """
+        operation = GatherBytes(data)
+        self.ring.run(self.sequence, operation)
+        return [entry.numpy().tobytes() for entry in operation.entries]
+
+    def broadcast_any_root(self, tensors: list[Tensor], root: int = 0) -> dist.Work:
+        """As `broadcast`, but everybody's tensors are valid, so that the root may die: whoever gets its rank is the root."""
+        return self._submit(Broadcast(_each(tensors), root, is_any_root=True), tensors)
+
+    def _slots(self, slots: Sequence[Tensor], what: str) -> list[Tensor]:
+        if len(slots) != self.size():
+            raise ValueError(f"{what} needs one tensor for each of the {self.size()} ranks, got {len(slots)}")
+        return list(slots)
+
+
+def _options(given: Any, default: type) -> Any:
+    return default() if given is None else given
+
+
+def _root(opts: Any, size: int) -> int:
+    root = int(opts.rootRank)
+    if not 0 <= root < size:
+        raise ValueError(f"the root must be a rank from 0 to {size - 1}, got {root}")
+    return root
+
+
+def _each(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    if len(tensors) != 1:
+        raise ValueError(f"expected one tensor, got {len(tensors)}")
+    return tensors
+
+
+def _one(tensors: Sequence[Tensor]) -> Tensor:
+    return _each(tensors)[0]
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+# -- registration -------------------------------------------------------------------------------------------------------
+
+_ring: Ring | None = None
+
+
+def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
+    """Make WORLD (no ranks given) or a sub-group; torch calls it from init_process_group and new_group."""
+    global _ring  # noqa: PLW0603 - one ring per process, as there is one WORLD
+    if options.global_ranks_in_group:
+        assert _ring is not None
+        sequence = _ring.add_group(str(options.group_id), tuple(options.global_ranks_in_group))
+        return FaultTolerantProcessGroup(_ring, sequence)
+    settings = Settings.resolve()
+    missing = [name for name in ("COORDINATOR", "TOKEN", "MEMBER") if not os.environ.get(f"LIGHTNING_FT_{name}")]
+    if missing:
+        raise LaunchError(
+            f"init_process_group('ft') failed: LIGHTNING_FT_{missing[0]} is not set, so this process was not started as "
+            "a member of a job. Start the script with `lightning-ft run --nproc-per-node N script.py`, or use "
+            'Trainer(strategy="ft_ddp"), which starts the processes itself.'
+        )
+    transport = GlooTransport(reachable_host(), settings.timeout)
+    member = os.environ["LIGHTNING_FT_MEMBER"]
+    client = MembershipClient(
+        endpoint=os.environ["LIGHTNING_FT_COORDINATOR"],
+        token=os.environ["LIGHTNING_FT_TOKEN"],
+        member=member,
+        incarnation=int(os.environ.get("LIGHTNING_FT_INCARNATION", "0")),
+        address=transport.address,
+        settings=settings,
+    )
+    _ring = Ring(client, transport, member, settings)
+    _ring.on_renumbered.append(_update_rank_table)
+    _ring.start()
+    atexit.register(_leave_at_exit, _ring)
+    return FaultTolerantProcessGroup(_ring, _ring.world)
+
+
+def _leave_at_exit(ring: Ring) -> None:
+    if getattr(sys, "last_value", None) is None:  # an interpreter that ends with an exception has crashed: it just goes
+        ring.leave()
+
+
+def _update_rank_table() -> None:
+    """Tell c10d the new ranks: it translates WORLD ranks to a group's with a table that it never updates."""
+    world_state = dist.distributed_c10d._world
+    world = dist.group.WORLD
+    if not isinstance(world, FaultTolerantProcessGroup):
+        return
+    rank_of = {member: rank for rank, member in enumerate(world.members)}
+    for group in tuple(world_state.pg_group_ranks):
+        if isinstance(group, FaultTolerantProcessGroup):
+            world_state.pg_group_ranks[group] = {
+                rank_of[member]: rank for rank, member in enumerate(group.members) if member in rank_of
+            }
+
+
+def register_backend() -> None:
+    """Make `ft` known to torch.distributed; idempotent."""
+    if "ft" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("ft", _create, extended_api=True, devices=["cpu", "cuda"])

@@ -1,0 +1,412 @@
+"""The member's side of the resilient group: runs numbered collectives, and recovers when one breaks.
+
+Threads: everything here belongs to the training thread (a lock keeps others out), but for `_on_suspend`, `_on_leaving`
+and `LiveView.sever`, which the monitor thread calls to free it from a blocking collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from lightning_ft.comm.gloo import Build, GlooTransport, InnerGroup, RingBrokenError
+from lightning_ft.comm.operations import Kind, Operation, Place
+from lightning_ft.comm.sequence import CollectiveSequence, Settled
+from lightning_ft.config import Settings
+from lightning_ft.coordinator.client import MembershipClient, NextView
+from lightning_ft.errors import FaultToleranceError
+from lightning_ft.faultpoints import reach
+from lightning_ft.membership.events import Address
+
+_log = logging.getLogger("lightning_ft")
+
+_MAX_FUTILE_REBUILDS = 3
+"""Rebuilds with the same members for the same number before the error is taken for the caller's own."""
+
+
+class LiveView:
+    """A view and the inner groups made for it.
+
+    Attributes:
+        generation: Of the view.
+        members: Logical ids in rank order.
+    """
+
+    def __init__(self, generation: int, members: tuple[str, ...], meeting: Address) -> None:
+        self.generation = generation
+        self.members = members
+        self.meeting = meeting
+        self._builds: list[Build] = []
+        self._lock = threading.Lock()
+        self.is_severed = False
+
+    def add(self, build: Build) -> InnerGroup:
+        """Make an inner group of this view.
+
+        Raises:
+            RingBrokenError: A member is gone or the view was severed.
+        """
+        with self._lock:
+            self._builds.append(build)
+            is_severed = self.is_severed
+        if is_severed:
+            build.cancel()
+        return build.result()
+
+    def sever(self) -> None:
+        """Break every group of the view, from any thread; idempotent."""
+        with self._lock:
+            self.is_severed = True
+            builds = list(self._builds)
+        for build in builds:
+            build.cancel()
+
+
+@dataclasses.dataclass(slots=True)
+class Recovery:
+    """How one recovery went, for the event log. Durations in seconds, summed over its rounds."""
+
+    started_s: float
+    rounds: int = 0
+    park_s: float = 0.0
+    rebuild_s: float = 0.0
+    settle_s: float = 0.0
+
+
+class Ring:
+    """All groups of this process: WORLD's sequence, the sub-groups', and the view that they run on.
+
+    Args:
+        client: Connected to the coordinator by `start`.
+        transport: Makes the inner groups.
+        member: Own logical id.
+        settings: Of the job.
+
+    Attributes:
+        world: The sequence of the group of all members.
+        step: Number of commits that are final here.
+        on_renumbered: Called in the training thread when the visible members have changed.
+    """
+
+    def __init__(self, client: MembershipClient, transport: GlooTransport, member: str, settings: Settings) -> None:
+        self.world = CollectiveSequence("world")
+        self.member = member
+        self.settings = settings
+        self.step = 0
+        self.on_renumbered: list[Callable[[], None]] = []
+        self._client = client
+        self._transport = transport
+        self._lock = threading.RLock()
+        self._groups: dict[CollectiveSequence, tuple[str, ...]] = {}  # sub-groups, in order of creation
+        self._retired: dict[CollectiveSequence, int] = {}
+        self._views: dict[int, tuple[str, ...]] = {}
+        self._view: LiveView | None = None
+        self._suspended_generation = 0
+        self._leavers: dict[str, int] = {}
+        self._defers_until = 0
+        self._recovery: Recovery | None = None
+        self._settled: Settled | None = None
+        self._futile = 0
+        self._is_closed = False
+        client.on_suspend = self._on_suspend
+        client.on_leaving = self._on_leaving
+
+    # -- what the group's methods need ------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> LiveView:
+        """The view that this member is in."""
+        assert self._view is not None, "the ring was not started"
+        return self._view
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether buckets may be started during backward (PROTOCOL.md#T3)."""
+        return self.world.completed >= self._defers_until and not self.view.is_severed
+
+    def members_of(self, generation: int) -> tuple[str, ...]:
+        """Return the members of a view that this member was in."""
+        return self._views[generation]
+
+    def start(self) -> None:
+        """Connect and take part in the first view.
+
+        Raises:
+            FaultToleranceError: There will be none for this member.
+        """
+        self._client.start()
+        with self._lock:
+            self._recover("start", 0.0)
+            self._recovery = None
+
+    def submit(self, sequence: CollectiveSequence, operation: Operation) -> None:
+        """Enter the next number of a sequence, after the one before it is final.
+
+        Raises:
+            FaultToleranceError: This member can't go on.
+        """
+        with self._lock:
+            if sequence.pending is not None:
+                self._complete(sequence, sequence.pending)  # its error, if any, is raised by its own wait
+            sequence.enter(operation)
+            reach(f"{operation.name}.enter")
+            self._start(sequence)
+
+    def finish(self, sequence: CollectiveSequence, operation: Operation) -> None:
+        """Block until an operation is final, recovering as often as needed.
+
+        Raises:
+            MembershipChangedError: The operation is unredoable.
+            FaultToleranceError: This member can't go on.
+            RuntimeError: torch refuses the operation itself, on the same members, again and again.
+        """
+        with self._lock:
+            self._complete(sequence, operation)
+        if operation.error is not None:
+            raise operation.error
+
+    def run(self, sequence: CollectiveSequence, operation: Operation) -> None:
+        """Submit and finish."""
+        self.submit(sequence, operation)
+        self.finish(sequence, operation)
+
+    def add_group(self, name: str, ranks: tuple[int, ...]) -> CollectiveSequence:
+        """Make a sub-group of the visible members with these ranks. Its inner group is made when it is first used."""
+        with self._lock:
+            members = tuple(self.world.visible[rank] for rank in ranks)
+            sequence = CollectiveSequence(name, members)
+            self._groups[sequence] = members
+            return sequence
+
+    def retire_group(self, sequence: CollectiveSequence) -> None:
+        """Forget a sub-group once no member can need its results: when the next number of `world` is final."""
+        with self._lock:
+            self._retired[sequence] = self.world.completed + 1
+
+    def leave(self) -> None:
+        """Tell the others that this member enters nothing any more, and wait until they can do without it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with self._lock:
+            try:
+                while (following := self._client.leave(self.world.completed)) is not None:
+                    self._break_view()
+                    with contextlib.suppress(RingBrokenError, RuntimeError):
+                        self._establish(self._take(following), Recovery(time.monotonic()))
+            except FaultToleranceError as error:  # evicted, or no coordinator: nothing is left to do for the others
+                _log.debug("[%s] left without being released: %s", self.member, error)
+        self._client.close()
+        self._transport.close()
+
+    def report(self, event: str, **fields: object) -> None:
+        """Put a line into the job's event log."""
+        self._client.report(event, **fields)
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def _start(self, sequence: CollectiveSequence) -> None:
+        operation, view = sequence.pending, self.view
+        if operation is None:
+            return
+        if self._is_blocked_by_leaver(sequence, operation):
+            view.sever()
+        if view.is_severed:
+            return
+        try:
+            if sequence.place is None:
+                self._establish_group(sequence, view)
+            sequence.start()
+        except (RingBrokenError, RuntimeError) as error:
+            sequence.works = None
+            _log.debug("[%s g%d] starting %s failed: %s", self.member, view.generation, operation.name, error)
+        reach(f"{operation.name}.issued")
+
+    def _complete(self, sequence: CollectiveSequence, operation: Operation) -> None:
+        while not operation.is_final:
+            try:
+                if sequence.works is None:
+                    raise RingBrokenError(f"{operation.name} could not be started")
+                sequence.finish()
+                self._finalized(sequence, operation)
+                self._futile = 0
+                reach(f"{operation.name}.done")
+            except (RingBrokenError, RuntimeError) as error:
+                self._recover_from(sequence, operation, error)
+        self._report_recovery()
+
+    def _finalized(self, sequence: CollectiveSequence, operation: Operation) -> None:
+        if sequence is not self.world:
+            return
+        for retired in [group for group, number in self._retired.items() if number <= operation.number]:
+            del self._retired[retired], self._groups[retired]
+            if retired.place is not None:
+                self._transport.free(retired.place.inner)
+        if operation.kind is Kind.COMMIT:
+            self.step += 1
+            self._client.step = self.step
+        if operation.members != self.world.visible:
+            self._renumbered()
+
+    def _renumbered(self) -> None:
+        for callback in self.on_renumbered:
+            callback()
+
+    def _is_blocked_by_leaver(self, sequence: CollectiveSequence, operation: Operation) -> bool:
+        leavers, members = self._leavers, self.view.members
+        if sequence is self.world:
+            return any(leavers[member] < operation.number for member in members if member in leavers)
+        return any(member in leavers for member in self._groups[sequence] if member in members)
+
+    # -- recovering -------------------------------------------------------------------------------------------------
+
+    def _recover_from(self, sequence: CollectiveSequence, operation: Operation, error: Exception) -> None:
+        waited_s = time.monotonic() - sequence.pending_since_s
+        members = self.view.members
+        reason = "suspended" if self.view.is_severed else "connection"
+        if waited_s >= self.settings.timeout:
+            reason = "timeout"
+        _log.debug("[%s g%d] %s broke: %s", self.member, self.view.generation, operation.name, error)
+        self._recover(reason, waited_s)
+        is_same = self.view.members == members and not operation.is_final
+        self._futile = self._futile + 1 if is_same and reason == "connection" else 0
+        if self._futile >= _MAX_FUTILE_REBUILDS and not isinstance(error, RingBrokenError):
+            raise error
+
+    def _recover(self, reason: str, waited_s: float) -> None:
+        recovery = self._recovery = self._recovery or Recovery(time.monotonic())
+        while True:
+            recovery.rounds += 1
+            reach("recover.sever")
+            self._break_view()
+            reach("recover.park")
+            started_s = time.monotonic()
+            view = self._take(self._client.park(self.world.completed, reason, waited_s))
+            parked_s = time.monotonic()
+            recovery.park_s += parked_s - started_s
+            try:
+                self._establish(view, recovery)
+            except (RingBrokenError, RuntimeError) as error:
+                _log.debug("[%s g%d] establishing failed: %s", self.member, view.generation, error)
+                reason, waited_s = "connection", 0.0
+                continue
+            return
+
+    def _take(self, following: NextView) -> LiveView:
+        view = LiveView(following.view.generation, following.view.members, following.meeting)
+        self._view = view
+        if self._suspended_generation >= view.generation:  # the news overtook the view
+            view.sever()
+        self._views[view.generation] = view.members
+        return view
+
+    def _break_view(self) -> None:
+        """Sever the view and wait until nothing of it runs any more, since it writes into the callers' tensors."""
+        if self._view is None:
+            return
+        self._view.sever()
+        for sequence in (self.world, *self._groups):
+            for work in sequence.works or ():
+                with contextlib.suppress(RuntimeError):
+                    work.wait()
+            sequence.works = None
+            place, sequence.place = sequence.place, None
+            if place is not None:
+                self._transport.free(place.inner)
+
+    def _establish(self, view: LiveView, recovery: Recovery) -> None:
+        reach("recover.build")
+        started_s = time.monotonic()
+        place = self._place(self.world, view, view.members)
+        built_s = time.monotonic()
+        recovery.rebuild_s += built_s - started_s
+        self._settle(self.world, place, self._views.__getitem__)
+        self._start(self.world)  # before the sub-groups: who has not made one yet waits for this number first
+        for sequence in tuple(self._groups):
+            self._establish_group(sequence, view)
+            self._start(sequence)
+        recovery.settle_s += time.monotonic() - built_s
+
+    def _establish_group(self, sequence: CollectiveSequence, view: LiveView) -> None:
+        place = self._place(sequence, view, self._members_in(sequence, view.generation))
+        self._settle(sequence, place, lambda generation: self._members_in(sequence, generation))
+
+    def _members_in(self, sequence: CollectiveSequence, generation: int) -> tuple[str, ...]:
+        return tuple(member for member in self._groups[sequence] if member in self._views[generation])
+
+    def _settle(
+        self, sequence: CollectiveSequence, place: Place, members_of: Callable[[int], tuple[str, ...]]
+    ) -> None:
+        pending = sequence.pending
+        try:
+            settled = sequence.settle(place, members_of)
+        finally:  # what was adopted stays, even if settling has to be repeated
+            if pending is not None and pending.is_final:
+                self._finalized(sequence, pending)
+        sequence.place = place
+        if sequence is self.world:
+            self._settled = settled
+            self._defers_until = settled.target + 1
+
+    def _place(self, sequence: CollectiveSequence, view: LiveView, members: tuple[str, ...]) -> Place:
+        rank = members.index(self.member)
+        prefix = f"g{view.generation}/{sequence.name}"
+        inner = view.add(self._transport.build(prefix, rank, len(members), view.meeting))
+        return Place(inner, members, rank, view.generation)
+
+    def _report_recovery(self) -> None:
+        recovery, settled, view = self._recovery, self._settled, self.view
+        if recovery is None or settled is None:
+            return
+        self._recovery = None
+        if view.members[0] != self.member:
+            return
+        is_reduced = settled.kept is Kind.REDUCTION
+        self.report(
+            "recovered",
+            latency_s=round(time.monotonic() - recovery.started_s, 6),
+            park_s=round(recovery.park_s, 6),
+            rebuild_s=round(recovery.rebuild_s, 6),
+            settle_s=round(recovery.settle_s, 6),
+            rounds=recovery.rounds,
+            step=self.step,
+            redone=_redone(settled),
+            contributors=list(self.members_of(settled.kept_generation) if is_reduced else view.members),
+        )
+
+    # -- called by the monitor thread -------------------------------------------------------------------------------
+
+    def _on_suspend(self, generation: int) -> None:
+        self._suspended_generation = max(self._suspended_generation, generation)
+        view = self._view
+        if view is not None and view.generation <= generation:
+            view.sever()
+
+    def _on_leaving(self, member: str, completed: int) -> None:
+        self._leavers = {**self._leavers, member: completed}
+        view, operation = self._view, self.world.pending
+        if view is None or member not in view.members:
+            return
+        if operation is not None and operation.number > completed:
+            view.sever()
+        for sequence, members in tuple(self._groups.items()):
+            if sequence.pending is not None and member in members:
+                view.sever()
+
+
+def _redone(settled: Settled) -> str:
+    if settled.handed_over is Kind.COMMIT:
+        return "commit"
+    if settled.handed_over is not Kind.NONE:
+        return "result"
+    if settled.pending is Kind.REDUCTION:
+        return "reduce"
+    if settled.pending is Kind.COMMIT:
+        return "commit"
+    return "none"

@@ -1,0 +1,204 @@
+"""One group's numbered collectives, and the settling that makes all members' numbers equal after a failure."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_ft.comm.operations import Kind, Operation, Place, acknowledge, as_bytes
+from lightning_ft.errors import MembershipChangedError, ProtocolViolationError
+from lightning_ft.faultpoints import reach
+from lightning_ft.membership import settle
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settled:
+    """What settling a sequence found, the same on every member; for the event log.
+
+    Attributes:
+        target: The number at which all members stand.
+        handed_over: Kind of the result that was handed to members that missed it; NONE if nobody had.
+        pending: Kind of the number that members were in, to be redone.
+        kept: Kind of the last final number.
+        kept_generation: Generation in which that became final.
+    """
+
+    target: int
+    handed_over: Kind
+    pending: Kind
+    kept: Kind
+    kept_generation: int
+
+
+class CollectiveSequence:
+    """The numbers of one group (PROTOCOL.md, section 4). Owned by the training thread.
+
+    Args:
+        name: `world`, or the sub-group's.
+        visible: The members it is made with.
+
+    Attributes:
+        completed: The last final number.
+        visible: Members of the view in which that became final: what rank and world size say to the caller.
+        pending: The operation in number `completed + 1`, if this member is in it.
+        works: Its inner works; None if it is not running on the current place.
+        place: Where it runs now; None while there is none.
+    """
+
+    def __init__(self, name: str, visible: tuple[str, ...] = ()) -> None:
+        self.name = name
+        self.completed = 0
+        self.visible = visible
+        self.pending: Operation | None = None
+        self.pending_since_s = 0.0
+        self.works: Sequence[dist.Work] | None = None
+        self.place: Place | None = None
+        self._kept: Operation | None = None
+        self._first_generation = 0
+
+    def enter(self, operation: Operation) -> None:
+        """Give the next number to an operation."""
+        operation.number = self.completed + 1
+        operation.members = self.visible
+        self.pending = operation
+        self.pending_since_s = time.monotonic()
+        self.works = None
+
+    def start(self) -> None:
+        """Issue the pending operation on the current place, or a barrier if it means nothing there."""
+        operation, place = self.pending, self.place
+        if operation is not None and place is not None:
+            self.works = None
+            operation.is_void = not operation.is_redoable(place.members)
+            self.works = [acknowledge(place)] if operation.is_void else operation.start(place)
+
+    def finish(self) -> Operation:
+        """Wait for the pending operation's works and make its number final.
+
+        Raises:
+            RuntimeError: A work failed.
+        """
+        operation, place = self.pending, self.place
+        assert operation is not None and place is not None and self.works is not None
+        for work in self.works:
+            work.wait()
+        if not operation.is_void:
+            operation.finish(place)
+        self._finalize(operation, place.generation, place.members)
+        return operation
+
+    def settle(self, place: Place, members_of: Callable[[int], tuple[str, ...]]) -> Settled:
+        """Exchange, hand over, confirm (PROTOCOL.md#M3); afterwards all members stand at the same number.
+
+        Args:
+            place: Where this sequence goes on.
+            members_of: This group's members in an earlier generation.
+
+        Raises:
+            RuntimeError: A member failed; settle again in the next view. What was adopted stays.
+            ProtocolViolationError: The members' numbers can't come from one job.
+        """
+        reach("recover.exchange")
+        rows = self._exchange(place)
+        plan = settle.plan(
+            [settle.Standing(completed=row[0], kept_is_void=bool(row[1]), kept_generation=row[2]) for row in rows]
+        )
+        reach("recover.handover")
+        if plan.donor is not None:
+            generation = rows[plan.donor][2]
+            self._hand_over(plan, generation, members_of(generation), place)
+        reach("recover.confirm")
+        acknowledge(place).wait()
+        if not self.visible:  # what the first view was must be agreed too: a member may have failed in its confirm
+            self._first_generation = max(row[2] for row in rows) or place.generation
+            self.visible = members_of(self._first_generation)
+        ahead = [row for row in rows if row[0] == plan.target]
+        kept = Kind(max(row[4] for row in ahead))
+        return Settled(
+            target=plan.target,
+            handed_over=Kind.NONE if plan.donor is None else kept,
+            pending=Kind(max(row[3] for row in ahead)),
+            kept=kept,
+            kept_generation=max(row[2] for row in ahead),
+        )
+
+    def _finalize(self, operation: Operation, generation: int, members: tuple[str, ...]) -> None:
+        if operation.is_void:
+            operation.error = MembershipChangedError(
+                f"{operation.name} number {operation.number} of {self.name} failed: its arguments depend on the ranks, "
+                f"and before anyone had the result the members changed from {', '.join(operation.members)} to "
+                f"{', '.join(members)} (generation={generation}). All ranks raise this at the same number; read the new "
+                "rank and world size and call again.",
+                generation=generation,
+            )
+        operation.is_final = True
+        operation.final_generation = generation
+        self.completed = operation.number
+        self.visible = members
+        self.pending, self.works = None, None
+        self._kept = operation
+
+    def _exchange(self, place: Place) -> list[list[int]]:
+        pending, kept = self.pending, self._kept
+        own = torch.tensor(
+            [
+                self.completed,
+                int(kept is not None and kept.is_void),
+                self._first_generation if kept is None else kept.final_generation,
+                Kind.NONE if pending is None else pending.kind,
+                Kind.NONE if kept is None else kept.kind,
+                zlib.crc32(",".join(place.members).encode()),
+            ],
+            dtype=torch.int64,
+        )
+        slots = [torch.empty_like(own) for _ in place.members]
+        place.group.allgather([slots], [own]).wait()
+        rows: list[list[int]] = [slot.tolist() for slot in slots]
+        if len({row[5] for row in rows}) > 1:
+            raise ProtocolViolationError(
+                f"establishing {self.name} failed: its members don't agree who they are (here {place.members})",
+                generation=place.generation,
+            )
+        return rows
+
+    def _hand_over(
+        self, plan: settle.SettlePlan, generation: int, members: tuple[str, ...], place: Place
+    ) -> None:
+        has_result = self.completed == plan.target
+        operation = self._kept if has_result else self.pending
+        if operation is None or operation.number != plan.target:
+            raise ProtocolViolationError(
+                f"adopting number {plan.target} of {self.name} failed: expected to be in it, but completed="
+                f"{self.completed} and pending={operation and operation.number}. Do all ranks issue the same collectives?",
+                generation=place.generation,
+            )
+        operation.is_void = plan.handover_is_void
+        if not plan.handover_is_void:
+            self._transfer(operation, has_result, plan.donor or 0, place)
+        if not has_result:
+            self._finalize(operation, generation, members)
+
+    def _transfer(self, operation: Operation, has_result: bool, donor: int, place: Place) -> None:
+        payload = [as_bytes(tensor) for tensor in operation.payload()] if has_result else []
+        count = torch.tensor([len(payload)])
+        _broadcast(count, donor, place)
+        sizes = torch.tensor([tensor.numel() for tensor in payload] if has_result else [0] * int(count))
+        _broadcast(sizes, donor, place)
+        if not has_result:
+            payload = operation.receive_into(sizes.tolist())
+        for tensor in payload:  # other donors receive what they have already
+            _broadcast(tensor, donor, place)
+        if not has_result:
+            operation.adopt(payload)
+
+
+def _broadcast(tensor: torch.Tensor, root: int, place: Place) -> None:
+    if tensor.numel():
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        place.group.broadcast([tensor], options).wait()

@@ -1,0 +1,95 @@
+"""Find, break and hide the sockets that a library opened without telling us (Linux).
+
+Gloo can't abort a collective, but a collective whose sockets are shut down fails at once, here and at the peers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+
+_DESCRIPTORS = "/proc/self/fd"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Descriptor:
+    """A socket of this process. The inode tells it from a later one with the same number."""
+
+    number: int
+    inode: str
+
+    def is_open(self) -> bool:
+        """Whether the number still names this socket."""
+        return _link(self.number) == self.inode
+
+
+def _link(number: int) -> str:
+    try:
+        return os.readlink(f"{_DESCRIPTORS}/{number}")
+    except OSError:
+        return ""
+
+
+def open_sockets() -> frozenset[Descriptor]:
+    """Return all sockets that this process has open now."""
+    found = ((int(name), _link(int(name))) for name in os.listdir(_DESCRIPTORS))
+    return frozenset(Descriptor(number, link) for number, link in found if link.startswith("socket:"))
+
+
+def ports(descriptor: Descriptor) -> tuple[int, int | None] | None:
+    """Return (local port, remote port or None if it listens), or None if it is no open TCP socket."""
+    with contextlib.suppress(OSError), _borrow(descriptor) as borrowed:
+        if borrowed.family not in (socket.AF_INET, socket.AF_INET6) or borrowed.type != socket.SOCK_STREAM:
+            return None
+        try:
+            remote = borrowed.getpeername()[1]
+        except OSError:
+            remote = None
+        return borrowed.getsockname()[1], remote
+    return None
+
+
+def shut_down(descriptors: Iterable[Descriptor]) -> None:
+    """Break the connections; whoever is blocked on them gets an error. The owner still closes them."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError), _borrow(descriptor) as borrowed:
+            borrowed.getpeername()  # a listener has no peer: it belongs to all views and stays
+            borrowed.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _borrow(descriptor: Descriptor) -> Iterator[socket.socket]:
+    if not descriptor.is_open():
+        raise OSError(f"socket {descriptor} is closed")
+    with socket.socket(fileno=os.dup(descriptor.number)) as borrowed:
+        yield borrowed
+
+
+class ForkGuard:
+    """Keeps sockets out of forked children.
+
+    A DataLoader worker is a fork. If it kept the ring's sockets open, the peers would not see its parent die.
+
+    Args:
+        sockets: Called in the child; returns the sockets that the child must not hold.
+    """
+
+    def __init__(self, sockets: Callable[[], Iterable[Descriptor]]) -> None:
+        self._sockets = sockets
+        os.register_at_fork(after_in_child=self._close)
+        self._is_active = True
+
+    def _close(self) -> None:
+        if not self._is_active:
+            return
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in self._sockets():
+            os.dup2(null, descriptor.number)  # not closed: the number must not come to name another file
+        os.close(null)
+
+    def cancel(self) -> None:
+        """Stop guarding (fork handlers can't be removed)."""
+        self._is_active = False

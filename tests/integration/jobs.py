@@ -1,0 +1,158 @@
+"""Start a real job, break it, and check from its records alone that every promise held."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+PROGRAMS = pathlib.Path(__file__).parent / "programs"
+ROOT = pathlib.Path(__file__).parents[2]
+
+_AGENT = """
+import sys
+from lightning_ft.config import Settings
+from lightning_ft.launch.agent import run_agent
+num_slots, command = int(sys.argv[1]), sys.argv[2:]
+sys.exit(run_agent(
+    command_for=lambda slot: command, env_for=lambda slot: {}, node=0, num_slots=num_slots, settings=Settings.resolve(),
+    expected_members=[f"0/{slot}" for slot in range(num_slots)], host_coordinator=True,
+))
+"""
+
+
+@dataclasses.dataclass
+class Job:
+    """A running or ended job.
+
+    Attributes:
+        out: Where its members write their records.
+        process: The agent.
+    """
+
+    out: pathlib.Path
+    process: subprocess.Popen[bytes]
+
+    def records(self, member: str) -> list[dict[str, Any]]:
+        """Return what a member has written so far (only whole lines)."""
+        return read_lines(self.out / f"{member.replace('/', '-')}.jsonl")
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the event log."""
+        return read_lines(self.out / "events.jsonl")
+
+    def pid(self, member: str) -> int:
+        """Return the process id that a member wrote down."""
+        return int(next(line["pid"] for line in self.records(member) if line["event"] == "start"))
+
+    def kill(self, member: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a member; one that has ended is no error."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid(member), number)
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Wait for a condition on the records; fails with the job's output if it doesn't come."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline_s or (self.process.poll() is not None and not condition()):
+                raise AssertionError(f"the job did not get there:\n{self.output()}")
+            time.sleep(0.005)
+
+    def finish(self, timeout_s: float = 90.0) -> int:
+        """Return the agent's status; a job that hangs is ended and fails."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job hangs:\n{self.output()}") from None
+
+    def output(self) -> str:
+        """Return what the job printed and its event log, for a person who looks for a failure."""
+        text = (self.out / "output.txt").read_text(errors="replace")[-8000:]
+        return f"{text}\n--- events\n" + "\n".join(json.dumps(event) for event in self.events()[-60:])
+
+
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Read JSON lines; a last line that is being written is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+@contextlib.contextmanager
+def running(
+    out: pathlib.Path, num_members: int, program: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[Job]:
+    """Start a job of a program in `programs/`; whatever happens, nothing of it is left at the end."""
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(PROGRAMS / program[0]), str(out), *program[1:]]
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT / "src"),
+        "LIGHTNING_FT_EVENT_LOG": str(out / "events.jsonl"),
+        **(environment or {}),
+    }
+    with (out / "output.txt").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _AGENT, str(num_members), *command],
+            env=environ,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    job = Job(out, process)
+    try:
+        yield job
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)  # its children notice and end
+            process.wait()
+
+
+def committed(job: Job, members: Sequence[str]) -> dict[int, tuple[str, ...]]:
+    """Check that the members agree on every step, and return who contributed to each.
+
+    Each step was committed once by each member that lived then, with the same contributors, and left all of them with
+    bitwise the same weights.
+    """
+    contributors: dict[int, tuple[str, ...]] = {}
+    hashes: dict[int, str] = {}
+    for member in members:
+        lines = job.records(member)
+        steps = [line["step"] for line in lines if line["event"] == "committed"]
+        assert steps == list(range(len(steps))), f"{member} committed {steps}\n{job.output()}"
+        for line in lines:
+            if line["event"] == "committed":
+                assert line["index"] == line["step"], line
+                agreed = contributors.setdefault(line["step"], tuple(line["contributors"]))
+                assert agreed == tuple(line["contributors"]), f"{member} {line} but {agreed}\n{job.output()}"
+            if line["event"] == "step":
+                agreed_hash = hashes.setdefault(line["step"], line["hash"])
+                assert agreed_hash == line["hash"], f"{member} differs after step {line['step']}\n{job.output()}"
+    return contributors
+
+
+def contributors_by_events(events: Sequence[Mapping[str, Any]], num_steps: int) -> dict[int, tuple[str, ...]]:
+    """Return who contributed to each step, according to the event log alone."""
+    members = tuple(next(event["members"] for event in events if event["event"] == "view_committed"))
+    told: dict[int, tuple[str, ...]] = {}
+    since: list[tuple[int, tuple[str, ...]]] = [(0, members)]
+    for event in events:
+        if event["event"] == "view_committed":
+            members = tuple(event["members"])
+        if event["event"] == "recovered":
+            told[event["step"]] = tuple(event["contributors"])
+            since.append((event["step"], members))
+    result = {}
+    for step in range(num_steps):
+        result[step] = told.get(step, [who for first, who in since if first <= step][-1])
+    return result

@@ -1,0 +1,135 @@
+"""A hand-written PyTorch loop on backend `ft` that writes down everything a checker needs.
+
+    plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static] [--hook fp16|bf16|powersgd] [--accumulate N] [--sync-every N]
+
+Each member appends JSON lines to OUT/<node>-<slot>.<incarnation>.jsonl: the batch that it used for each step, the weights' hash after
+it, and who contributed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from lightning_ft.comm.process_group import register_backend
+from lightning_ft.ddp import FaultTolerantDDP, StepCommit
+
+
+class Net(torch.nn.Module):
+    """A few layers; one can stay unused, or have running statistics."""
+
+    def __init__(self, kind: str, width: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first = torch.nn.Linear(16, width)
+        self.norm = torch.nn.BatchNorm1d(width) if kind == "batchnorm" else torch.nn.Identity()
+        self.side = torch.nn.Linear(16, width)
+        self.second = torch.nn.Linear(width, width)
+        self.last = torch.nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor, is_side_used: bool) -> torch.Tensor:
+        """Return logits, shape [batch, 4]."""
+        hidden = self.first(x)
+        if is_side_used:
+            hidden = hidden + self.side(x)
+        return self.last(torch.relu(self.second(torch.relu(self.norm(hidden)))))
+
+
+def batch(member: str, step: int, part: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the batch of a member: a function of who it is and of the step, so that a checker can repeat it."""
+    seed = int(hashlib.sha256(f"{member} {step} {part}".encode()).hexdigest()[:8], 16)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 16, generator=generator), torch.randint(0, 4, (size,), generator=generator)
+
+
+def is_side_used(kind: str, member: str, step: int) -> bool:
+    """Whether a member uses the side branch in a step."""
+    return kind not in ("unused", "static") or (kind == "unused" and (hash(member[-1]) + step) % 3 == 0)
+
+
+def weights_hash(module: torch.nn.Module) -> str:
+    """Return a hash of all parameters and buffers, bit for bit."""
+    digest = hashlib.sha256()
+    for tensor in module.state_dict().values():
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def main() -> None:
+    """Run the loop."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--model", default="mlp")
+    parser.add_argument("--hook", default="")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--sync-every", type=int, default=0)
+    parser.add_argument("--optimizer", default="sgd")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    member = os.environ["LIGHTNING_FT_MEMBER"]
+    log = (arguments.out / f"{member.replace('/', '-')}.jsonl").open("a")
+
+    def write(**line: object) -> None:
+        log.write(json.dumps({"time": time.time(), **line}) + "\n")
+        log.flush()
+
+    write(event="start", pid=os.getpid())
+    register_backend()
+    dist.init_process_group("ft")
+    torch.manual_seed(0)
+    net = Net(arguments.model, arguments.width)
+    model = FaultTolerantDDP(
+        net,
+        find_unused_parameters=arguments.model == "unused",
+        static_graph=arguments.model == "static",
+        bucket_cap_mb=0.01,
+    )
+    if arguments.hook == "fp16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        model.register_comm_hook(None, fp16_compress_hook)
+    elif arguments.hook == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    if arguments.optimizer == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    commits: list[StepCommit] = []
+    model.on_commit = commits.append
+    for step in range(arguments.steps):
+        optimizer.zero_grad()
+        for part in range(arguments.accumulate):
+            is_last = part == arguments.accumulate - 1
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                x, y = batch(member, step, part)
+                logits = model(x, is_side_used(arguments.model, member, step))
+                loss = torch.nn.functional.cross_entropy(logits, y) / arguments.accumulate
+                loss.backward()
+        assert len(commits) == step + 1, "each step commits once"
+        write(event="committed", step=step, contributors=commits[-1].contributors, index=commits[-1].step)
+        optimizer.step()
+        write(event="step", step=step, hash=weights_hash(net), world_size=dist.get_world_size(), rank=dist.get_rank())
+        if arguments.sync_every and step % arguments.sync_every == 0:
+            total = torch.tensor([float(step)])
+            dist.all_reduce(total)
+            write(event="all_reduce", step=step, value=total.item(), world_size=dist.get_world_size())
+            dist.barrier()
+    torch.save(net.state_dict(), arguments.out / f"{member.replace(chr(47), chr(45))}.pt")
+    write(event="end", hash=weights_hash(net))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
