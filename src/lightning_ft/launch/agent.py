@@ -54,9 +54,9 @@ class Exit:
         if self.status >= 0:
             return f"exited with status {self.status}"
         try:
-            return f"was killed by {signal.Signals(-self.status).name}"
+            return f"killed by {signal.Signals(-self.status).name}"
         except ValueError:
-            return f"was killed by signal {-self.status}"
+            return f"killed by signal {-self.status}"
 
 
 def job_status(exits: Sequence[Exit], released: frozenset[tuple[str, int]]) -> int:
@@ -133,6 +133,7 @@ class Agent:
         self._server: CoordinatorServer | None = None
         self._client: AgentClient | None = None
         self._num_interrupts = 0
+        self._given_up = asyncio.Event()
         missing = [self._member(slot) for slot in range(num_slots) if self._member(slot) not in self._expected]
         if missing:
             raise ValueError(f"expected_members must hold the members of node {node}, but lacks {missing}")
@@ -293,7 +294,11 @@ class Agent:
             await self._client.flush(self._settings.heartbeat_timeout)
         if self._server is None:
             return job_status(self._exits, frozenset((e.member, e.incarnation) for e in self._exits if e.status == 0))
-        await self._server.wait_for_others(self._node)
+        others = asyncio.create_task(self._server.wait_for_others(self._node))
+        given_up = asyncio.create_task(self._given_up.wait())
+        await asyncio.wait((others, given_up), return_when=asyncio.FIRST_COMPLETED)
+        others.cancel()
+        given_up.cancel()
         exits = [Exit(e.member, e.incarnation, e.status) for e in self._server.exits]
         status = job_status(exits, self._server.released)
         self._event_log.write("job_finished", generation=self._server.generation, status=status)
@@ -331,6 +336,9 @@ class Agent:
                 logger.warning("second SIGINT: killing %d processes", len(self._alive()))
                 self._kill_all()
                 return
+        if self._children and not self._alive() and number in (signal.SIGINT, signal.SIGTERM):
+            self._given_up.set()  # only other nodes are waited for
+            return
         logger.info("passing %s on to %d processes", number.name, len(self._alive()))
         self._forward(number)
 
