@@ -1,0 +1,52 @@
+"""The exit status of a job, from how its processes ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_ft.launch.agent import Exit, job_status
+
+EITHER = frozenset({("0/0", 1), ("0/1", 1)})
+ONLY_0 = frozenset({("0/0", 1)})
+NOBODY: frozenset[tuple[str, int]] = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "released", "expected"),
+    [
+        ((0, 0), EITHER, 0),
+        ((0, 0), NOBODY, 0),
+        ((-9, 0), ONLY_0, 0),
+        ((1, 0), NOBODY, 1),
+        ((0, 3), EITHER, 3),
+        ((3, 4), NOBODY, 4),
+        ((1, -15), NOBODY, 143),
+        ((-9, -9), NOBODY, 137),
+        ((-9, 5), ONLY_0, 5),
+        ((), NOBODY, 0),
+    ],
+    ids=[
+        "all-finished",
+        "plain-script",
+        "one-lost-on-the-way",
+        "nobody-released",
+        "released-then-failed",
+        "last-failure-counts",
+        "signal",
+        "all-killed",
+        "survivor-failed",
+        "nothing-started",
+    ],
+)
+def test_job_status(statuses: tuple[int, ...], released: frozenset[tuple[str, int]], expected: int) -> None:
+    """0 if a released member succeeded and none failed, else the last failure."""
+    order = ("0/1", "0/0") if len(statuses) == 2 else ()
+    exits = [Exit(member, 1, status) for member, status in zip(order, statuses, strict=True)]
+    assert job_status(exits, released) == expected
+
+
+def test_exit_is_told_in_words() -> None:
+    """For the event log."""
+    assert Exit("0/0", 1, -9).detail == "killed by SIGKILL"
+    assert Exit("0/0", 1, 3).detail == "exited with status 3"
+    assert Exit("0/0", 1, -200).detail == "killed by signal 200"
