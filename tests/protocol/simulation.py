@@ -1,0 +1,482 @@
+"""Virtual time, one random generator: the coordinator's core against model members, with faults.
+
+Delays are random, so messages of different connections overtake each other; those of one connection don't. A seed
+determines everything.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import random
+from collections.abc import Callable
+
+from lightning_ft.config import Settings
+from lightning_ft.membership import effects, events, machine, wire
+from lightning_ft.membership.state import Phase, State, Status, Tally, initial
+from model import Member, Mode, Result, kind_of
+
+HORIZON_S = 300.0
+SETTINGS = {"heartbeat_interval": 1.0, "heartbeat_timeout": 5.0, "timeout": 15.0}
+
+
+class Connection:
+    """One WebSocket: in order in each direction, until it is dropped; then each end hears of it in its own time."""
+
+    def __init__(self, sim: Simulation, member: Member) -> None:
+        self.sim, self.member, self.is_open = sim, member, True
+        self._last = {"up": 0.0, "down": 0.0}
+
+    def _deliver(self, direction: str, action: Callable[[], None]) -> None:
+        when = max(self.sim.now + self.sim.delay(), self._last[direction])
+        self._last[direction] = when
+        self.sim.at_time(when, lambda: action() if self.is_open else None)
+
+    def to_coordinator(self, event: events.Event) -> None:
+        """Send an event, through the wire format."""
+        peer = wire.Peer(self.member.name, self.member.incarnation)
+        decoded = wire.decode(wire.encode(event), expect=wire.FROM_MEMBER, peer=peer)  # type: ignore[arg-type]
+        assert decoded == event
+        self._deliver("up", lambda: self.sim.arrived(self, event))
+
+    def to_member(self, effect: effects.Effect) -> None:
+        """Send an effect, through the wire format."""
+        peer = wire.Peer(self.member.name, self.member.incarnation)
+        decoded = wire.decode(wire.encode(effect), expect=wire.TO_MEMBER, peer=peer)  # type: ignore[arg-type]
+        assert decoded == effect
+        self._deliver("down", lambda: self.sim.at(self.member, lambda: self._received(effect)))
+
+    def _received(self, effect: effects.Effect) -> None:
+        if self.member.connection is self:
+            self.member.receive(effect)
+
+    def drop(self, reconnect_s: float | None) -> None:
+        """Break it. What is under way is lost; the member comes back after `reconnect_s`."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self.member.connection = None
+        self.sim.later(self.sim.delay(), lambda: self.sim.dropped(self))
+        if reconnect_s is not None:
+            self.sim.later(reconnect_s, lambda: self.sim.at(self.member, lambda: self.sim.connect(self.member)))
+
+
+class Group:
+    """An inner group: full-dependency, and broken for good by one death or sever."""
+
+    def __init__(self, sim: Simulation, generation: int, members: tuple[str, ...]) -> None:
+        self.sim, self.generation, self.members = sim, generation, members
+        self._entered: dict[tuple[object, ...], dict[str, object]] = collections.defaultdict(dict)
+        self._issued: dict[str, list[tuple[object, ...]]] = collections.defaultdict(list)
+        self._present: dict[str, Member] = {}
+        self._broken: set[str] = set()
+
+    def enter(self, member: Member, operation: tuple[object, ...], payload: object) -> None:
+        """I9: the n-th operation is the same on all members."""
+        issued = self._issued[member.name]
+        issued.append(operation)
+        for other in self._issued.values():
+            if len(other) >= len(issued):
+                assert other[len(issued) - 1] == operation, f"I9: {member} issues {operation}, others {other}"
+        self._entered[operation][member.name] = payload
+        self._present[member.name] = member
+        timeout_s = SETTINGS["timeout"]
+        self.sim.later(timeout_s, lambda: self.sim.at(member, lambda: self._timeout(member, operation, timeout_s)))
+        if self.all_entered(operation):
+            for other in self._present.values():
+                self._schedule(other, lambda other=other: other.succeeded(self, operation))
+        elif member.name in self._broken:
+            self._schedule(member, lambda: member.broken(self))
+
+    def _schedule(self, member: Member, action: Callable[[], None]) -> None:
+        self.sim.later(self.sim.delay(), lambda: self.sim.at(member, action))
+
+    def _timeout(self, member: Member, operation: tuple[object, ...], waited_s: float) -> None:
+        if not self.all_entered(operation):
+            member.timed_out(self, operation, waited_s)
+
+    def all_entered(self, operation: tuple[object, ...]) -> bool:
+        """Whether everybody's data is there."""
+        return len(self._entered[operation]) == len(self.members)
+
+    def payload(self, operation: tuple[object, ...], member: str) -> object:
+        """What a member put in."""
+        return self._entered[operation][member]
+
+    def last(self, member: Member) -> tuple[object, ...]:
+        """The operation that a member issued last."""
+        return self._issued[member.name][-1]
+
+    def is_broken_for(self, member: Member) -> bool:
+        """Whether it has heard of a death or a sever."""
+        return member.name in self._broken
+
+    def broken_by(self, member: Member) -> None:
+        """A member died or severed: the others notice one by one, sometimes after they finished."""
+        self._present.setdefault(member.name, member)
+        for name in self.members:
+            if name != member.name and name not in self._broken:
+                self.sim.later(self.sim.delay(), lambda name=name: self._notice(name))
+
+    def _notice(self, name: str) -> None:
+        self._broken.add(name)
+        member = self._present.get(name)
+        if member is not None:
+            self.sim.at(member, lambda: member.broken(self))
+
+
+class Simulation:
+    """One schedule, from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        size = self.random.randint(1, 6)
+        self.settings = Settings(
+            min_world_size=self.random.choice([1, 1, 1, 2]),
+            max_failures=self.random.choice([None, None, None, 2]),
+            **SETTINGS,  # type: ignore[arg-type]
+        )
+        self.max_delay_s = self.random.choice([0.01, 0.1, 0.6])
+        self.cascade = self.random.choice([0.0, 0.0, 0.02, 0.08])
+        self.last = self.random.randint(1, 14)
+        self.state: State = initial([f"{i // 2}/{i % 2}" for i in range(size)], 0.0, self.settings.timeout)
+        self.views: dict[int, tuple[str, ...]] = {0: self.state.view.members}
+        self.processes: dict[tuple[str, int], Member] = {}
+        self.connections: dict[tuple[str, int], Connection] = {}
+        self.groups: dict[int, Group] = {}
+        self.failures: collections.Counter[tuple[str, int]] = collections.Counter()
+        self.busy_until = 0.0
+        self.inbox: collections.deque[tuple[str, events.Event]] = collections.deque()
+        self.trace: list[str] = []
+        self.dead_agents: set[str] = set()
+        self.num_kills_left = 4
+        for name in self.state.view.members:
+            member = Member(self, name, 1, last=self.last, is_joiner=False)
+            self.processes[name, 1] = member
+            if not self.chance(0.02):
+                self.later(self.random.random(), lambda member=member: self.at(member, lambda: self.connect(member)))
+            else:  # it never comes
+                member.alive = member.port_open = False
+        self._plan_faults()
+        self.later(1.0, self._tick)
+        for member in list(self.processes.values()):
+            self.later(1.0, lambda member=member: self._heartbeat(member))
+
+    # --- time -------------------------------------------------------------------------------------------------------
+
+    def chance(self, probability: float) -> bool:
+        """Whether something that happens with a probability happens now."""
+        return self.random.random() < probability
+
+    def delay(self) -> float:
+        """How long a message or a notice takes."""
+        return self.random.random() ** 2 * self.max_delay_s
+
+    def compute_time(self) -> float:
+        """How long a member computes between two numbers."""
+        return self.random.random() * (6.0 if self.chance(0.02) else 0.3)
+
+    def at_time(self, when: float, action: Callable[[], None]) -> None:
+        """Do something at a time."""
+        self._order += 1
+        heapq.heappush(self._queue, (when, self._order, action))
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something after a while."""
+        self.at_time(self.now + seconds, action)
+
+    def at(self, member: Member, action: Callable[[], None]) -> None:
+        """Let a process do something: not if it is dead, and only once it is thawed if it is stopped."""
+        if member.frozen:
+            member.backlog.append(action)
+        elif member.alive:
+            action()
+
+    def run(self) -> None:
+        """Until every process has ended (I7)."""
+        while self._queue:
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+            if self.state.phase is Phase.STOPPED and not any(m.alive for m in self.processes.values()):
+                break
+            if self.now > HORIZON_S:
+                self._check_waiting()
+                break
+        self._check_results()
+
+    # --- coordinator ------------------------------------------------------------------------------------------------
+
+    def arrived(self, connection: Connection, event: events.Event) -> None:
+        """The server read a message."""
+        member = connection.member
+        if isinstance(event, events.Hello | events.Ready):
+            self.connections[member.name, member.incarnation] = connection
+        self.post(event)
+
+    def dropped(self, connection: Connection) -> None:
+        """The server saw a connection end; a replaced one does not count."""
+        member = connection.member
+        if self.connections.get((member.name, member.incarnation)) is connection:
+            self.post(events.Disconnected(member.name, member.incarnation))
+
+    def post(self, event: events.Event) -> None:
+        """Give the core an event, later if the coordinator is starved."""
+        self.inbox.append(("", event))
+        if self.now >= self.busy_until:
+            self._drain()
+
+    def _drain(self) -> None:
+        if self.now < self.busy_until:
+            return
+        while self.inbox:
+            self._step(self.inbox.popleft()[1])
+
+    def _step(self, event: events.Event) -> None:
+        before = self.state
+        self.state, todo = machine.step(self.settings, before, event, self.now)
+        if not isinstance(event, events.Heartbeat | events.Tick):
+            self.log(f"{event}")
+        if self.state.generation != before.generation:
+            self._check_view(before)
+        self._check_tally()
+        for effect in todo:
+            self._execute(effect)
+        self._check_numbers()
+
+    def _execute(self, effect: effects.Effect) -> None:
+        self.log(f"    -> {effect}")
+        match effect:
+            case effects.Probe():
+                process = self.processes[effect.member, effect.incarnation]
+                self.later(self.delay(), lambda: self._probe(process))
+            case effects.Kill():
+                process = self.processes[effect.member, effect.incarnation]
+                if effect.member not in self.dead_agents:
+                    self.later(self.delay(), lambda: self.die(process))
+            case effects.Record():
+                if effect.event == "failure_detected":
+                    assert effect.member is not None
+                    record = self.state.members[effect.member]
+                    identity = (effect.member, record.incarnation or 0)
+                    self.failures[identity] += 1
+                    assert self.failures[identity] == 1, f"{identity} failed twice"
+                    process = self.processes.get(identity)
+                    if process is not None:
+                        process.num_finished_when_gone = len(process.finished)
+            case effects.Refuse():
+                pass
+            case _:
+                connection = self.connections.get((effect.member, self._incarnation(effect)))
+                if connection is not None and connection.is_open:
+                    connection.to_member(effect)
+
+    def _incarnation(self, effect: effects.Effect) -> int:
+        assert not isinstance(effect, effects.Record)
+        if isinstance(effect, effects.Evict):
+            return effect.incarnation
+        known, joiner = self.state.members.get(effect.member), self.state.joiners.get(effect.member)
+        if joiner is not None and not isinstance(effect, effects.Release):
+            return joiner.incarnation
+        return (known.incarnation if known is not None else 0) or 0
+
+    def _probe(self, process: Member) -> None:
+        if not process.port_open:
+            self.post(events.ProbeRefused(process.name, process.incarnation))
+
+    def _tick(self) -> None:
+        self.later(1.0, self._tick)
+        if self.now >= self.busy_until:
+            self._drain()
+            self._step(events.Tick())
+
+    # --- processes --------------------------------------------------------------------------------------------------
+
+    def connect(self, member: Member) -> None:
+        """A process reaches the coordinator, for the first time or again."""
+        if member.alive and member.connection is None:
+            member.connection = Connection(self, member)
+            member.connected()
+
+    def _heartbeat(self, member: Member) -> None:
+        if member.alive:
+            self.later(1.0, lambda: self._heartbeat(member))
+            if not member.frozen and member.mode is not Mode.ENDED and member.connection is not None:
+                member.send(events.Heartbeat(member.name, member.incarnation))
+
+    def die(self, member: Member) -> None:
+        """A process ends: its sockets close one by one, and its agent sees the exit, in any order."""
+        if not member.alive:
+            return
+        self.log(f"{member} dies ({member.outcome or 'killed'})")
+        member.alive = member.frozen = False
+        member.backlog.clear()
+        if member.group is not None:
+            member.group.broken_by(member)
+        if member.connection is not None:
+            member.connection.drop(None)
+        self.later(self.delay(), lambda: setattr(member, "port_open", False))
+        if member.name not in self.dead_agents:
+            exited = events.Exited(member.name, member.incarnation, -9, "killed by SIGKILL")
+            self.later(self.delay() * self.random.choice([1, 30]), lambda: self.post(exited))
+
+    def given(self, member: Member, generation: int, members: tuple[str, ...]) -> None:
+        """I1: a generation has one view."""
+        assert self.views[generation] == members, f"I1: {member} was given {members} as {generation}"
+
+    def group(self, generation: int, members: tuple[str, ...]) -> Group:
+        """The inner group of a generation."""
+        return self.groups.setdefault(generation, Group(self, generation, members))
+
+    def reached(self, member: Member, point: str) -> None:
+        """Sometimes a process dies just where recovery is most delicate."""
+        if point != "number" and self.num_kills_left and self.chance(self.cascade):
+            self.num_kills_left -= 1
+            self.log(f"{member} is killed at {point}")
+            self.die(member)
+
+    def confirmed(self, member: Member, group: Group) -> None:
+        """M3: whoever leaves the confirm knows that all are at M."""
+        for name in group.members:
+            other = self._process_in(group.generation, name)
+            assert other.completed in (None, member.completed) or (other.completed or 0) >= (member.completed or 0), (
+                other
+            )
+
+    def finished(self, member: Member, number: int, result: Result) -> None:
+        """I4, I8."""
+        self.log(f"{member} finishes {number}: {result}")
+        if member.num_finished_when_gone is not None:
+            assert len(member.finished) <= member.num_finished_when_gone + 1, f"I8: {member} finishes {number}"
+        for name in self.views[result.generation]:
+            other = self._process_in(result.generation, name)
+            is_behind = other.completed is not None and other.completed < number - 1
+            assert not is_behind, f"I4: {member} finished {number}, {other} is at {other.completed}"
+
+    def _process_in(self, generation: int, name: str) -> Member:
+        candidates = [m for m in self.processes.values() if m.name == name and generation in m.views]
+        return candidates[-1] if candidates else next(m for m in self.processes.values() if m.name == name)
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def _plan_faults(self) -> None:
+        names = self.state.view.members
+        for name in names:
+            if self.chance(0.08):
+                self.dead_agents.add(name)
+        span_s = 1.0 + self.last * 0.5
+        for _ in range(self.random.choice([0, 1, 1, 2, 3, 4])):
+            member = self.processes[self.random.choice(names), 1]
+            fault = self.random.choice(
+                [self._kill, self._kill, self._freeze, self._cut, self._cut, self._hang, self._starve]
+            )
+            self.later(self.random.random() * span_s, lambda fault=fault, member=member: fault(member))
+        for number in range(self.random.choice([0, 0, 1, 2])):
+            name = f"9/{number}" if self.chance(0.7) else self.random.choice(names)
+            self.later(self.random.random() * span_s, lambda name=name: self._join(name))
+
+    def _kill(self, member: Member) -> None:
+        self.die(member)
+
+    def _freeze(self, member: Member) -> None:
+        if member.alive:
+            self.log(f"{member} is stopped")
+            member.frozen = True
+            self.later(self.random.random() * 20, lambda: self._thaw(member))
+
+    def _thaw(self, member: Member) -> None:
+        if member.alive and member.frozen:
+            self.log(f"{member} is continued")
+            member.frozen = False
+            backlog, member.backlog = member.backlog, []
+            for action in backlog:
+                self.at(member, action)  # type: ignore[arg-type]
+
+    def _cut(self, member: Member) -> None:
+        if member.connection is not None:
+            self.log(f"{member} loses its connection")
+            member.connection.drop(self.random.random() * self.random.choice([0.2, 12.0]))
+
+    def _hang(self, member: Member) -> None:
+        self.log(f"{member} hangs")
+        member.is_stuck = True
+
+    def _starve(self, _: Member) -> None:
+        self.busy_until = self.now + self.random.random() * 15
+        self.later(self.busy_until - self.now, self._drain)
+
+    def _join(self, name: str) -> None:
+        incarnation = max((i for n, i in self.processes if n == name), default=0) + 1
+        previous = self.processes.get((name, incarnation - 1))
+        if previous is not None and previous.alive:
+            return
+        member = Member(self, name, incarnation, last=self.last, is_joiner=True)
+        self.processes[name, incarnation] = member
+        self.connect(member)
+        self._heartbeat(member)
+
+    # --- checks -----------------------------------------------------------------------------------------------------
+
+    def log(self, line: str) -> None:
+        """Keep a line for the report of a failing seed."""
+        self.trace.append(f"{self.now:8.3f} {line}")
+
+    def _check_view(self, before: State) -> None:
+        """I2: a view is a part of the one before, and joiners."""
+        view = self.state.view
+        self.views[view.generation] = view.members
+        old = [member for member in before.view.members if member in view.members]
+        joined = view.members[len(old) :]
+        assert list(view.members[: len(old)]) == old
+        assert all(member in before.joiners for member in joined), joined
+        assert all(before.members[m].status in (Status.PARKED, Status.LEAVING, Status.RUNNING) for m in old)
+
+    def _check_tally(self) -> None:
+        """The counters against a recount."""
+        if self.state.phase is Phase.STOPPED:
+            return
+        members = [self.state.members[name] for name in self.state.view.members]
+        count = collections.Counter(member.status for member in members)
+        assert self.state.tally == Tally(
+            running=count[Status.RUNNING],
+            parked=count[Status.PARKED],
+            leaving=count[Status.LEAVING],
+            gone=count[Status.GONE],
+            released=count[Status.RELEASED],
+            admitting=sum(member.admits for member in members),
+            proven=sum(member.is_proven for member in members),
+        )
+
+    def _check_numbers(self) -> None:
+        """I3, among the members of the view that the coordinator believes in."""
+        records = [self.state.members[name] for name in self.state.view.members]
+        numbers = [
+            process.completed
+            for record in records
+            if record.status not in (Status.GONE, Status.RELEASED)
+            and (process := self.processes.get((record.member, record.incarnation or 0))) is not None
+            and process.completed is not None
+            and process.alive
+        ]
+        assert not numbers or max(numbers) - min(numbers) <= 1, f"I3: {numbers}"
+
+    def _check_waiting(self) -> None:
+        """I7: nobody waits for ever, but for a hung member that is the last one: then nobody misses it."""
+        alive = [process for process in self.processes.values() if process.alive]
+        waiting = [process for process in alive if not process.is_stuck and process.given]
+        assert not waiting, f"I7: {[(process, process.mode) for process in waiting]} still wait"
+        assert any(process.is_stuck for process in alive), f"I7: {alive} still wait"
+
+    def _check_results(self) -> None:
+        """I5, over the whole run."""
+        final: dict[int, Result] = {}
+        for process in self.processes.values():
+            if process.outcome in ("released", "stopped"):
+                for number, result in process.finished.items():
+                    assert final.setdefault(number, result) == result, f"I5: {number} at {process}"
+        for process in self.processes.values():  # the dead and evicted, too, may have stepped and written a checkpoint
+            for number, result in process.finished.items():
+                if kind_of(number) == "reduction" and number + 1 in process.finished and number in final:
+                    assert final[number] == result, f"I5: {process} stepped with another gradient {number}"
