@@ -11,10 +11,11 @@ import heapq
 import random
 from collections.abc import Callable
 
+from model import Member, Mode, Result, kind_of
+
 from lightning_ft.config import Settings
 from lightning_ft.membership import effects, events, machine, wire
 from lightning_ft.membership.state import Phase, State, Status, Tally, initial
-from model import Member, Mode, Result, kind_of
 
 HORIZON_S = 300.0
 SETTINGS = {"heartbeat_interval": 1.0, "heartbeat_timeout": 5.0, "timeout": 15.0}
