@@ -21,7 +21,16 @@ import pytest
 import lightning_ft.errors
 
 DEADLINE_S = 30.0
-SOURCES = str(Path(lightning_ft.errors.__file__).parents[1])
+PACKAGE = str(Path(lightning_ft.errors.__file__).parent)
+
+BARE = f"""
+import sys, types
+package = types.ModuleType("lightning_ft")  # without what the package's __init__ imports: torch, which takes seconds
+package.__path__ = [{PACKAGE!r}]
+sys.modules["lightning_ft"] = package
+"""
+
+CLI = (sys.executable, "-c", f"{BARE}\nfrom lightning_ft.cli import main\nsys.exit(main())")
 
 QUICK = ("--heartbeat-interval", "0.05", "--heartbeat-timeout", "1", "--timeout", "60")
 PATIENT = ("--heartbeat-interval", "0.05", "--heartbeat-timeout", "20", "--timeout", "60")
@@ -97,7 +106,7 @@ class Stage:
 
     def script(self, *parts: str) -> Path:
         path = self.directory / "script.py"
-        path.write_text("\n".join(textwrap.dedent(part) for part in (NOTE, *parts)))
+        path.write_text("\n".join(textwrap.dedent(part) for part in (BARE, NOTE, *parts)))
         return path
 
     def start(self, arguments: list[str], **environment: str) -> subprocess.Popen[bytes]:
@@ -106,7 +115,7 @@ class Stage:
         with output.open("wb") as file:
             agent = subprocess.Popen(
                 arguments,
-                env={**os.environ, "PYTHONPATH": SOURCES, "NOTES": str(self.notes), **environment},
+                env={**os.environ, "NOTES": str(self.notes), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -116,8 +125,8 @@ class Stage:
 
     def run(self, script: Path | str, *options: str, num_slots: int = 2, **env: str) -> subprocess.Popen[bytes]:
         log = ["--event-log", str(self.events)]
-        command = [sys.executable, "-m", "lightning_ft.cli", "run", "--nproc-per-node", str(num_slots)]
-        return self.start([*command, *log, *options, str(script)], **env)
+        slots = ["--nproc-per-node", str(num_slots)]
+        return self.start([*CLI, "run", *slots, *log, *options, str(script)], **env)
 
     def noted(self, member: str, name: str) -> str | None:
         path = self.notes / f"{member.replace('/', '-')}.{name}"
@@ -306,7 +315,7 @@ def test_children_that_stay_after_the_job_stopped_are_ended(stage: Stage) -> Non
     """
     script = stage.script(MEMBER, stubborn)
     runner = stage.directory / "runner.py"
-    runner.write_text(textwrap.dedent(RUNNER))
+    runner.write_text(BARE + textwrap.dedent(RUNNER))
     agent = stage.start(
         [sys.executable, str(runner), str(script)],
         LIGHTNING_FT_MIN_WORLD_SIZE="2",
@@ -409,7 +418,7 @@ def test_environment_of_a_child(stage: Stage) -> None:
 def test_program_that_does_not_exist_is_named(stage: Stage) -> None:
     """Nothing is left running, and the message says what to check."""
     runner = stage.directory / "runner.py"
-    runner.write_text(textwrap.dedent(RUNNER).replace("sys.executable, sys.argv[1]", "'no-such-program'"))
+    runner.write_text(BARE + textwrap.dedent(RUNNER).replace("sys.executable, sys.argv[1]", "'no-such-program'"))
     agent = stage.start([sys.executable, str(runner)])
     assert agent.wait(DEADLINE_S) == 1
     assert "starting 0/0 failed: ['no-such-program'] is no program" in stage.outputs[0].read_text()
@@ -450,8 +459,8 @@ def test_two_agents_make_one_job(stage: Stage) -> None:
 
 def cli(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lightning_ft.cli", *arguments],
-        env={**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{cwd or ''}"},
+        [*CLI, *arguments],
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

@@ -102,6 +102,7 @@ class Agent:
         expected_members: Logical ids of all members the job starts with, in the order of their first ranks.
         host_coordinator: Whether the coordinator runs in this process.
         event_log: Where events go; None: a log at `settings.event_log`.
+        cwd: Directory that the commands run in; None: this process's.
         termination_grace_time: Seconds a child may take to end when it is asked to.
     """
 
@@ -116,6 +117,7 @@ class Agent:
         expected_members: Sequence[str],
         host_coordinator: bool,
         event_log: EventLog | None = None,
+        cwd: str | None = None,
         termination_grace_time: float = TERMINATION_GRACE_TIME_S,
     ) -> None:
         self._command_for = command_for
@@ -126,6 +128,7 @@ class Agent:
         self._expected = tuple(expected_members)
         self._host_coordinator = host_coordinator
         self._event_log = event_log if event_log is not None else EventLog(settings.event_log)
+        self._cwd = cwd
         self._grace_s = termination_grace_time
         self._token = os.environ.get(f"{ENV_PREFIX}TOKEN") or secrets.token_urlsafe(32)
         self._children: dict[str, _Child] = {}
@@ -215,7 +218,7 @@ class Agent:
         try:
             # A session of its own: Ctrl-C reaches the agent alone, which passes it on once.
             process = await asyncio.create_subprocess_exec(
-                *command, env=environment, pass_fds=(read_fd,), start_new_session=True
+                *command, env=environment, cwd=self._cwd, pass_fds=(read_fd,), start_new_session=True
             )
         except OSError as error:
             raise LaunchError(f"starting {member} failed: {error}. Check the command.", member=member) from error
@@ -367,6 +370,7 @@ def run_agent(
     expected_members: Sequence[str],
     host_coordinator: bool,
     event_log: EventLog | None = None,
+    cwd: str | None = None,
     termination_grace_time: float = TERMINATION_GRACE_TIME_S,
 ) -> int:
     """Run an `Agent` to its end, in the main thread. Arguments, result and errors are the class's."""
@@ -379,6 +383,7 @@ def run_agent(
         expected_members=expected_members,
         host_coordinator=host_coordinator,
         event_log=event_log,
+        cwd=cwd,
         termination_grace_time=termination_grace_time,
     )
     return asyncio.run(agent.run())

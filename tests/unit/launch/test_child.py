@@ -10,11 +10,10 @@ from lightning_ft.launch import child
 
 DEADLINE_S = 30
 
-SOURCES = os.path.abspath(os.path.join(os.path.dirname(child.__file__), "..", ".."))
-
-WATCHED = """
-import os, signal, sys, time
-from lightning_ft.launch.child import watch_agent
+WATCHED = f"""
+import os, signal, sys
+sys.path.insert(0, {os.path.dirname(child.__file__)!r})  # it needs nothing else of the package
+from child import watch_agent
 
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
@@ -27,7 +26,7 @@ print("no agent", flush=True)
 def start(read_fd: int | None, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", WATCHED],
-        env={**os.environ, "PYTHONPATH": SOURCES, **environment},
+        env={**os.environ, **environment},
         pass_fds=() if read_fd is None else (read_fd,),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
