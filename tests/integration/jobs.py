@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 _AGENT = """
 import sys
+sys.modules["lightning"] = None  # the agent of a plain job doesn't need it
 from lightning_ft.config import Settings
 from lightning_ft.launch.agent import run_agent
 num_slots, command = int(sys.argv[1]), sys.argv[2:]

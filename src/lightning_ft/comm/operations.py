@@ -162,7 +162,7 @@ class Reduce(Operation):
     def finish(self, place: Place) -> None:
         for tensor, saved in zip(self._tensors, self._saved, strict=True):
             if self._is_average:
-                tensor.div_(place.size)
+                tensor.copy_(tensor / place.size)  # also for integers, as Lightning does on Gloo
             saved.copy_(tensor)
         if self._deliver is not None:
             self._deliver()
@@ -329,3 +329,47 @@ class GatherBytes(Operation):
 
     def adopt(self, payload: list[Tensor]) -> None:
         self.entries = payload
+
+
+class BroadcastBytes(Operation):
+    """Everybody gets bytes of any length from the root; everybody can make them, so that the root may die.
+
+    Args:
+        make: Called on the root, once for each start.
+        root: Rank of the root in the view in which the number is finished.
+
+    Attributes:
+        data: The result, uint8, shape [num_bytes].
+    """
+
+    name = "broadcast_bytes"
+
+    def __init__(self, make: Callable[[], bytes], root: int) -> None:
+        super().__init__()
+        self._make = make
+        self._root = root
+        self._size = torch.zeros(1, dtype=torch.int64)
+        self.data = torch.empty(0, dtype=torch.uint8)
+
+    def start(self, place: Place) -> Sequence[dist.Work]:
+        if place.rank == self._root:
+            self.data = torch.frombuffer(bytearray(self._make()), dtype=torch.uint8)
+        self._size = torch.tensor([self.data.numel() if place.rank == self._root else 0])
+        return [place.group.allreduce([self._size])]
+
+    def finish(self, place: Place) -> None:
+        if place.rank != self._root:
+            self.data = torch.empty(int(self._size), dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank = self._root
+        place.group.broadcast([self.data], options).wait()
+        acknowledge(place).wait()
+
+    def payload(self) -> list[Tensor]:
+        return [self.data]
+
+    def adopt(self, payload: list[Tensor]) -> None:
+        (self.data,) = payload
+
+    def is_redoable(self, members: tuple[str, ...]) -> bool:
+        return self._root < len(members)

@@ -12,7 +12,7 @@ import contextlib
 import datetime
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ft.comm.gloo import GlooTransport, reachable_host
-from lightning_ft.comm.operations import Broadcast, Gather, GatherBytes, Operation, Reduce
+from lightning_ft.comm.operations import Broadcast, BroadcastBytes, Gather, GatherBytes, Operation, Reduce
 from lightning_ft.comm.ring import Ring
 from lightning_ft.comm.sequence import CollectiveSequence
+from lightning_ft.comm.sockets import ForkGuard, open_sockets
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.client import MembershipClient
 from lightning_ft.errors import LaunchError, MembershipChangedError
@@ -246,6 +247,18 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self.ring.run(self.sequence, operation)
         return [entry.numpy().tobytes() for entry in operation.entries]
 
+    def broadcast_bytes(self, make: Callable[[], bytes], root: int = 0) -> bytes:
+        """Give every member the bytes that `make` returns on the root: whoever has that rank when it is finished.
+
+        Args:
+            make: Called on the root only. Not empty.
+            root: A rank.
+        Returns: The same on all members.
+        """
+        operation = BroadcastBytes(make, root)
+        self.ring.run(self.sequence, operation)
+        return operation.data.numpy().tobytes()
+
     def broadcast_any_root(self, tensors: list[Tensor], root: int = 0) -> dist.Work:
         """As `broadcast`, but everybody's tensors are valid, so that the root may die: whoever gets its rank is the root."""
         return self._submit(Broadcast(_each(tensors), root, is_any_root=True), tensors)
@@ -312,6 +325,7 @@ def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
         address=transport.address,
         settings=settings,
     )
+    ForkGuard(lambda: [found for found in open_sockets() if found.number == client.fileno()])
     _ring = Ring(client, transport, member, settings)
     _ring.on_renumbered.append(_update_rank_table)
     _ring.start()
@@ -320,8 +334,11 @@ def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
 
 
 def _leave_at_exit(ring: Ring) -> None:
-    if getattr(sys, "last_value", None) is None:  # an interpreter that ends with an exception has crashed: it just goes
+    error = getattr(sys, "last_value", None)
+    if error is None:
         ring.leave()
+    else:  # the interpreter ends with an exception: the others must not wait
+        ring.crash(error)
 
 
 def _update_rank_table() -> None:

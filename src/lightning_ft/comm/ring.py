@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -202,6 +203,13 @@ class Ring:
                         self._establish(self._take(following), Recovery(time.monotonic()))
             except FaultToleranceError as error:  # evicted, or no coordinator: nothing is left to do for the others
                 _log.debug("[%s] left without being released: %s", self.member, error)
+        self._client.close()
+        self._transport.close()
+
+    def crash(self, error: BaseException) -> None:
+        """End with an exception: the others are told why, and go on without waiting."""
+        self._is_closed = True
+        self._client.fail("".join(traceback.format_exception(error)))
         self._client.close()
         self._transport.close()
 

@@ -1,0 +1,46 @@
+"""Fault-tolerant data-parallel training: ranks die, the survivors finish the very same step.
+
+Importing it registers the torch.distributed backend `ft` and, where Lightning is installed, the strategy `ft_ddp`.
+"""
+
+import contextlib
+
+from lightning_ft.comm.process_group import FaultTolerantProcessGroup, register_backend
+from lightning_ft.config import Settings
+from lightning_ft.ddp import FaultTolerantDDP, StepCommit, ft_ddp
+from lightning_ft.errors import (
+    CoordinatorLostError,
+    EvictedError,
+    FaultToleranceError,
+    LaunchError,
+    MembershipChangedError,
+    ProtocolViolationError,
+    QuorumLostError,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CoordinatorLostError",
+    "EvictedError",
+    "FaultToleranceError",
+    "FaultTolerantDDP",
+    "FaultTolerantDDPStrategy",
+    "FaultTolerantProcessGroup",
+    "LaunchError",
+    "MembershipChangedError",
+    "ProtocolViolationError",
+    "QuorumLostError",
+    "Settings",
+    "StepCommit",
+    "ft_ddp",
+]
+
+register_backend()
+
+with contextlib.suppress(ModuleNotFoundError):  # plain PyTorch needs no Lightning
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lightning_ft.strategy import FaultTolerantDDPStrategy
+
+    FaultTolerantDDPStrategy.register_strategies(StrategyRegistry)

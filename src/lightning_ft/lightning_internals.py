@@ -1,0 +1,136 @@
+"""Everything that reaches into Lightning beyond its public interface, in one place.
+
+Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if it changes):
+`trainer.connectors.data_connector._InfiniteBarrier`, `_TrainingEpochLoop._broadcast_sigterm_tensor`,
+`_SignalConnector._sigterm_notifier_fn` and `received_sigterm`, `_FitLoop._combined_loader`, `_EvaluationLoop._combined_loader`,
+`_FitLoop.setup_data`, `_EvaluationLoop.setup_data`, `fabric.strategies.launchers.subprocess_script.{_basic_subprocess_cmd,
+_hydra_subprocess_cmd}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.strategies.launchers import subprocess_script
+from lightning.fabric.utilities import rank_zero as fabric_rank_zero
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors import data_connector
+from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DistributedSampler
+
+from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+
+
+class _ResilientBarrier(data_connector._InfiniteBarrier):
+    """Lightning waits for `prepare_data` on a Gloo group of its own, which would outlive no member."""
+
+    def __enter__(self) -> _ResilientBarrier:
+        if not isinstance(dist.group.WORLD, FaultTolerantProcessGroup):
+            super().__enter__()
+            return self
+        self.barrier = dist.barrier
+        return self
+
+
+def install_barrier() -> None:
+    """Have Lightning wait for `prepare_data` on WORLD, if that is an `ft` group."""
+    data_connector._InfiniteBarrier = _ResilientBarrier  # type: ignore[misc]
+
+
+def child_command(slot: int) -> tuple[Sequence[str], str | None]:
+    """Return the command line that runs the user's script again, and the directory for it (None: this one)."""
+    if subprocess_script._HYDRA_AVAILABLE:
+        from hydra.core.hydra_config import HydraConfig
+
+        if HydraConfig.initialized():
+            return subprocess_script._hydra_subprocess_cmd(slot)
+    return subprocess_script._basic_subprocess_cmd(), None
+
+
+def set_rank_zero_rank(rank: int) -> None:
+    """Set the rank by which `rank_zero_only` decides."""
+    fabric_rank_zero.rank_zero_only.rank = pytorch_rank_zero.rank_zero_only.rank = rank
+
+
+def rank_zero_rank() -> int | None:
+    """Return the rank by which `rank_zero_only` decides."""
+    rank: int | None = getattr(pytorch_rank_zero.rank_zero_only, "rank", None)
+    return rank
+
+
+def replace_sigterm_broadcasts(
+    trainer: Trainer, on_sigterm: Callable[[], None], is_stopping: Callable[[], bool]
+) -> None:
+    """Take SIGTERM out of Lightning's hands.
+
+    It broadcasts a flag at every batch, and again from within the signal handler, where it meets any other collective. Here
+    the handler only notes the signal; all ranks learn it with a step's commit and stop at the same batch.
+
+    Args:
+        trainer: Before its signal handlers are registered.
+        on_sigterm: Called in the signal handler.
+        is_stopping: Whether the last commit said that somebody was asked to stop.
+    """
+    connector = trainer._signal_connector
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        on_sigterm()
+
+    def stop_if_agreed() -> None:
+        if is_stopping():
+            connector.received_sigterm = True
+            raise SIGTERMException
+
+    connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = stop_if_agreed  # type: ignore[method-assign]
+
+
+class DataRefresher:
+    """Deals an epoch's data among the ranks there are when it begins.
+
+    An epoch that is under way keeps its deal; the next one is dealt anew, with the right lengths.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._stale: set[int] = set()
+        epoch_loop = trainer.fit_loop.epoch_loop
+        self._loops: list[Any] = [trainer.fit_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+        for loop in self._loops:
+            self._wrap(loop)
+
+    def ranks_changed(self) -> None:
+        """The ranks are others from here on."""
+        self._stale = {id(loop) for loop in self._loops}
+
+    def _wrap(self, loop: Any) -> None:
+        original = loop.setup_data
+
+        def setup_data() -> None:
+            if id(loop) in self._stale:
+                self._stale.discard(id(loop))
+                if loop._combined_loader is not None:
+                    for loader in loop._combined_loader.flattened:
+                        _renumber(getattr(loader, "sampler", None))
+                    loop._combined_loader = None
+            original()
+
+        loop.setup_data = setup_data
+
+
+def _renumber(sampler: object) -> None:
+    """Give a DistributedSampler that a user holds on to the ranks of now (its constructor's arithmetic)."""
+    world = dist.group.WORLD
+    if not isinstance(sampler, DistributedSampler) or not isinstance(world, FaultTolerantProcessGroup):
+        return
+    sampler.rank, sampler.num_replicas = world.rank(), world.size()
+    length = len(sampler.dataset)  # type: ignore[arg-type]
+    if sampler.drop_last and length % sampler.num_replicas:
+        sampler.num_samples = math.ceil((length - sampler.num_replicas) / sampler.num_replicas)
+    else:
+        sampler.num_samples = math.ceil(length / sampler.num_replicas)
+    sampler.total_size = sampler.num_samples * sampler.num_replicas

@@ -1,0 +1,382 @@
+"""The Lightning strategy `ft_ddp`: a thin adapter from Lightning's DDPStrategy to the resilient group and FaultTolerantDDP."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import logging
+import os
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_ft import lightning_internals, promotion
+from lightning_ft.comm.process_group import FaultTolerantProcessGroup, register_backend
+from lightning_ft.config import Settings
+from lightning_ft.ddp import FaultTolerantDDP, StepCommit
+from lightning_ft.faultpoints import reach
+from lightning_ft.launch.child import watch_agent
+from lightning_ft.launch.launcher import AgentLauncher
+
+_log = logging.getLogger("lightning_ft")
+
+
+class FaultTolerantDDPStrategy(DDPStrategy):
+    """Data-parallel training that goes on, in the same step, when ranks die.
+
+    Every setting left at None is taken from `LIGHTNING_FT_<NAME>`, else from the default in `lightning_ft.config.Settings`.
+
+    Args:
+        accelerator: As for DDPStrategy.
+        parallel_devices: As for DDPStrategy.
+        cluster_environment: As for DDPStrategy.
+        checkpoint_io: As for DDPStrategy.
+        precision_plugin: As for DDPStrategy.
+        ddp_comm_state: State of the communication hook.
+        ddp_comm_hook: fp16 or bf16 compression, PowerSGD; run on any device.
+        ddp_comm_wrapper: As for DDPStrategy.
+        min_world_size: Fewest members that may go on.
+        max_failures: Most members that may be missing at once.
+        heartbeat_interval: Seconds between two signs of life.
+        heartbeat_timeout: Seconds of silence after which a member is given up.
+        timeout: Seconds that a collective may wait for a member.
+        coordinator: `host:port` of the coordinator, if the agent shall not start one at a free port.
+        process_group_backend: Backend inside `ft`: `gloo`.
+        event_log: File of the event log.
+        **ddp_kwargs: For DistributedDataParallel (`find_unused_parameters`, `static_graph`, `bucket_cap_mb`, ...).
+
+    Raises:
+        ValueError: A setting is wrong; nothing has been started.
+    """
+
+    strategy_name = "ft_ddp"
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a stock DDPStrategy if `LIGHTNING_FT_ENABLE=0`."""
+        if Settings.resolve().enable:
+            return super().__new__(cls)
+        ours = ("min_world_size", "max_failures", "heartbeat_interval", "heartbeat_timeout", "coordinator", "event_log")
+        stock = {name: value for name, value in kwargs.items() if name not in ours}
+        if not isinstance(stock.get("timeout", datetime.timedelta()), datetime.timedelta):
+            seconds = stock.pop("timeout")
+            stock |= {} if seconds is None else {"timeout": datetime.timedelta(seconds=seconds)}
+        return DDPStrategy(*args, **stock)
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        min_world_size: int | None = None,
+        max_failures: int | None = None,
+        heartbeat_interval: float | None = None,
+        heartbeat_timeout: float | None = None,
+        timeout: float | datetime.timedelta | None = None,
+        coordinator: str | None = None,
+        process_group_backend: str | None = None,
+        event_log: str | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+        self.settings = Settings.resolve(
+            min_world_size=min_world_size,
+            max_failures=max_failures,
+            heartbeat_interval=heartbeat_interval,
+            heartbeat_timeout=heartbeat_timeout,
+            timeout=timeout_s,
+            coordinator=coordinator,
+            process_group_backend=process_group_backend,
+            event_log=event_log,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            process_group_backend=process_group_backend,
+            timeout=datetime.timedelta(seconds=self.settings.timeout),
+            **ddp_kwargs,
+        )
+        self._trainer: Trainer | None = None
+        self._data: lightning_internals.DataRefresher | None = None
+        self._is_promoted = False
+        self._is_stopping = False
+        self._is_sigterm_received = False
+        self._evaluated_by: tuple[str, ...] = ()
+
+    # -- who is in it -----------------------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> FaultTolerantProcessGroup | None:
+        """WORLD, once it is there."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        return world if isinstance(world, FaultTolerantProcessGroup) else None
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return super().global_rank if self.group is None else self.group.rank()
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return super().world_size if self.group is None else self.group.size()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.global_rank)
+            self.cluster_environment.set_world_size(self.world_size)
+        lightning_internals.set_rank_zero_rank(self.global_rank)
+
+    def _on_renumbered(self) -> None:
+        was_zero = lightning_internals.rank_zero_rank() == 0
+        self.set_world_ranks()
+        self._is_promoted |= self.global_rank == 0 and not was_zero
+        if self._data is not None:
+            self._data.ranks_changed()
+
+    # -- starting ---------------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = AgentLauncher(self.cluster_environment, self.num_processes, self.num_nodes, self.settings)
+
+    @override
+    def setup_distributed(self) -> None:
+        watch_agent()
+        reset_seed()
+        self._process_group_backend = "ft"
+        if not dist.is_initialized():
+            register_backend()
+            lightning_internals.install_barrier()
+            environment = self.cluster_environment
+            assert environment is not None
+            dist.init_process_group(
+                "ft",
+                store=dist.HashStore(),  # never asked: the members meet at their own stores
+                rank=environment.node_rank() * self.num_processes + self.local_rank,
+                world_size=self.num_nodes * self.num_processes,
+            )
+        if self.group is not None and self._on_renumbered not in self.group.ring.on_renumbered:
+            self.group.ring.on_renumbered.append(self._on_renumbered)
+        self.set_world_ranks()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._data = self._data or lightning_internals.DataRefresher(trainer)
+        lightning_internals.replace_sigterm_broadcasts(trainer, self._on_sigterm, lambda: self._is_stopping)
+        promotion.prepare(trainer, self.broadcast)
+        self._tell_log_directory(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            super().setup(trainer)
+        else:
+            self._setup_evaluation(trainer)
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric) and module.dist_sync_fn is None:
+                module.dist_sync_fn = self._gather_metric
+
+    def _setup_evaluation(self, trainer: Trainer) -> None:
+        """As DDPStrategy.setup without gradients, but the broadcast of the state has no root that must live."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if self.group is not None:
+            for tensor in self.model.state_dict().values():
+                self.group.broadcast_any_root([tensor]).wait()
+        self.setup_precision_plugin()
+
+    def _tell_log_directory(self, trainer: Trainer) -> None:
+        directory = trainer.log_dir or trainer.default_root_dir  # a collective: every rank must ask
+        if self.group is not None and self.is_global_zero:
+            self.group.ring.report("log_directory", path=os.path.abspath(directory))
+
+    @override
+    def _setup_model(self, model: torch.nn.Module) -> FaultTolerantDDP:
+        device_ids = self.determine_ddp_device_ids()
+        wrapped = FaultTolerantDDP(model, device_ids=device_ids, **self._ddp_kwargs)
+        wrapped.on_commit = self._on_commit
+        return wrapped
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        if self._ddp_comm_hook is not None and isinstance(self.model, FaultTolerantDDP):
+            hook = self._ddp_comm_hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(self._ddp_comm_hook)
+            self.model.register_comm_hook(self._ddp_comm_state, hook)
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        reach("batch.start")
+        if self._is_promoted and self._trainer is not None:
+            self._is_promoted = False
+            promotion.promote(self._trainer)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        reach("optimizer.enter")
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        reach("optimizer.done")
+        return output
+
+    def _on_commit(self, commit: StepCommit) -> None:
+        self._is_stopping |= commit.stop_requests > 0
+
+    def _on_sigterm(self) -> None:
+        """Called in the signal handler: only note it."""
+        if isinstance(self.model, FaultTolerantDDP):
+            self.model.is_stop_requested = True
+        else:
+            raise SystemExit(128 + 15)
+
+    # -- evaluating -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_start(self) -> None:
+        self._evaluation_starts()
+
+    @override
+    def on_test_start(self) -> None:
+        self._evaluation_starts()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._evaluation_starts()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._evaluation_ends("validation")
+
+    @override
+    def on_test_end(self) -> None:
+        self._evaluation_ends("test")
+
+    @override
+    def on_predict_end(self) -> None:
+        self._evaluation_ends("predict")
+
+    def _evaluation_starts(self) -> None:
+        reach("evaluation.start")
+        self._evaluated_by = () if self.group is None else self.group.members
+
+    def _evaluation_ends(self, stage: str) -> None:
+        """Say what the dead have left out: the share of a member that went is in no result."""
+        if self.group is None or self.group.members == self._evaluated_by:
+            return
+        missing = [member for member in self._evaluated_by if member not in self.group.members]
+        coverage = 1 - len(missing) / len(self._evaluated_by)
+        if self.is_global_zero:
+            self.group.ring.report("evaluation_incomplete", stage=stage, coverage=round(coverage, 6), missing=missing)
+        rank_zero_warn(
+            f"The results of this {stage} cover {coverage:.1%} of the data: {', '.join(missing)} died during it, and what "
+            "they had to evaluate was not evaluated."
+        )
+
+    # -- collectives that don't depend on who is in it ---------------------------------------------------------------
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Return rank `src`'s object on all ranks. If that rank dies meanwhile, whoever has its number then is asked."""
+        if self.group is None:
+            return super().broadcast(obj, src)
+        result: TBroadcast = _unpickle(self.group.broadcast_bytes(lambda: _pickle(obj), src))
+        return result
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack the ranks' tensors, shape [number of ranks that took part, *tensor.shape]."""
+        is_world = group is None or group is self.group
+        if self.group is None or not is_world or (sync_grads and torch.is_grad_enabled()):
+            return super().all_gather(tensor, group, sync_grads)
+        return torch.stack(self._gather(tensor))
+
+    def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        return self._gather(tensor)
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        assert self.group is not None
+        shape = struct.pack(f"<{1 + tensor.dim()}q", tensor.dim(), *tensor.shape)
+        raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return [_read_tensor(entry, tensor) for entry in self.group.gather_bytes(shape + raw)]
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: Mapping[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        """Have rank 0 write; if it dies before all know that it has, the next rank 0 writes again."""
+        is_written = self.group is None
+        if is_written:
+            super().save_checkpoint(dict(checkpoint), filepath, storage_options)
+        while self.group is not None and not is_written:
+            writer = self.group.members[0]
+            reach("checkpoint.save")
+            super().save_checkpoint(dict(checkpoint), filepath, storage_options)
+            self.barrier("save_checkpoint")
+            is_written = self.group.members[0] == writer
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if "ft_ddp" not in strategy_registry:
+            strategy_registry.register("ft_ddp", cls, description=(cls.__doc__ or "").splitlines()[0])
+
+
+def _pickle(obj: object) -> bytes:
+    """Serialise between ranks of one job, as torch's own object broadcast does."""
+    buffer = io.BytesIO()
+    torch.save(obj, buffer, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    return buffer.getvalue()
+
+
+def _unpickle(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)  # the ranks of one job trust each other
+
+
+def _read_tensor(entry: bytes, like: Tensor) -> Tensor:
+    (num_dimensions,) = struct.unpack_from("<q", entry)
+    shape = struct.unpack_from(f"<{num_dimensions}q", entry, 8)
+    raw = bytearray(entry[8 * (1 + num_dimensions) :])
+    flat = torch.frombuffer(raw, dtype=like.dtype) if raw else torch.empty(0, dtype=like.dtype)
+    return flat.reshape(shape).to(like.device)
