@@ -382,6 +382,17 @@ def test_second_interrupt_kills(stage: Stage) -> None:
     assert agent.wait(DEADLINE_S) == 128 + signal.SIGKILL
 
 
+def test_signal_during_the_start_reaches_all(stage: Stage) -> None:
+    """Also the children that did not exist yet when it came."""
+    runner = stage.directory / "runner.py"
+    early = 'lambda slot: {"SLOT": str(slot)}'
+    assert early in RUNNER
+    signalling = 'lambda slot: os.kill(os.getpid(), 15) or {"SLOT": str(slot)} if slot == 0 else {}'
+    runner.write_text(BARE + "import os" + textwrap.dedent(RUNNER.replace(early, signalling)))
+    agent = stage.start([sys.executable, str(runner), str(stage.script(LISTENER))])
+    assert agent.wait(DEADLINE_S) in (0, 128 + signal.SIGTERM)
+
+
 # Starting.
 
 

@@ -603,6 +603,23 @@ def test_reports_are_logged(stage: Stage) -> None:
     assert failed["exception"] == "Traceback: boom"
 
 
+def test_odd_values_never_break_the_connection(stage: Stage) -> None:
+    """What the coordinator would refuse is made readable or dropped before it is sent."""
+    coordinator = stage.coordinator(PATIENT, "0/0", "0/1")
+    client = stage.client(coordinator, "0/0")
+    client.report("odd", name="\udcff", nothing=float("nan"), large=10**30, mixed=[object, 1], none=None)
+    client.report("")
+    client.report("too_long", text="x" * (1 << 20))
+    with pytest.raises(ValueError, match="completed"):
+        client.park(-1, "start")
+    client.report("last")
+    until(lambda: coordinator.logged("last"), "the connection still works")
+    (odd,) = coordinator.logged("odd")
+    assert (odd["name"], odd["nothing"], odd["large"]) == ("\\udcff", "nan", str(10**30))
+    assert (odd["mixed"], odd["none"]) == (["<class 'object'>", 1], None)
+    assert not coordinator.logged("too_long")
+
+
 def test_log_directory_of_the_run_is_the_default(stage: Stage, tmp_path: Path) -> None:
     """A job without a configured path logs beside its run; the first directory stays."""
     coordinator = stage.coordinator(PATIENT, "0/0")

@@ -113,6 +113,7 @@ class Ring:
         self._defers_until = 0
         self._recovery: Recovery | None = None
         self._settled: Settled | None = None
+        self._settled_step = 0
         self._futile = 0
         self._is_closed = False
         client.on_suspend = self._on_suspend
@@ -359,7 +360,7 @@ class Ring:
                 self._finalized(sequence, pending)
         sequence.place = place
         if sequence is self.world:
-            self._settled = settled
+            self._settled, self._settled_step = settled, self.step
             self._defers_until = settled.target + 1
 
     def _place(self, sequence: CollectiveSequence, view: LiveView, members: tuple[str, ...]) -> Place:
@@ -383,7 +384,7 @@ class Ring:
             rebuild_s=round(recovery.rebuild_s, 6),
             settle_s=round(recovery.settle_s, 6),
             rounds=recovery.rounds,
-            step=self.step,
+            step=self._settled_step,
             redone=_redone(settled),
             contributors=list(self.members_of(settled.kept_generation) if is_reduced else view.members),
         )

@@ -85,7 +85,7 @@ class MembershipClient:
             greet=self._greet,
             on_frame=self._on_frame,
             on_change=self._on_change,
-            heartbeat=lambda: wire.encode(events.Heartbeat(member, incarnation, self.step)),
+            heartbeat=lambda: wire.encode(events.Heartbeat(member, incarnation, int(self.step))),
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -147,7 +147,7 @@ class MembershipClient:
         """
         with self._changed:
             self._raise_if_over()
-            self._enrolment.park(completed, reason, waited_s, admits=admits)
+            self._check(self._enrolment.park(completed, reason, waited_s, admits=admits))
             self._post(self._send_request)
             while True:
                 following = self._enrolment.collect()
@@ -167,7 +167,7 @@ class MembershipClient:
         with self._changed:
             if self._thread is None or self._enrolment.error is not None:
                 return None
-            self._enrolment.leave(completed)
+            self._check(self._enrolment.leave(completed))
             self._post(self._send_request)
             while not self._enrolment.is_released:
                 following = self._enrolment.collect()
@@ -189,7 +189,7 @@ class MembershipClient:
         """
         plain = tuple((name, _plain(value)) for name, value in fields.items())
         try:
-            frame = wire.encode(wire.Report(self.member, self.incarnation, event, plain))
+            frame = self._check(wire.Report(self.member, self.incarnation, event, plain))
         except ValueError as error:
             logger.warning("[%s] the report %r was dropped: %s", self.member, event, error)
             return
@@ -218,6 +218,12 @@ class MembershipClient:
         thread.join(2 * _FAREWELL_S)
 
     # The training thread's half.
+
+    def _check(self, message: wire.Message) -> str:
+        """Encode as the coordinator will accept it. Raises: ValueError in the caller that made the message."""
+        frame = wire.encode(message)
+        wire.decode(frame, expect=(type(message),), peer=self._enrolment.peer)
+        return frame
 
     def _raise_if_over(self) -> None:
         enrolment, link = self._enrolment, self._link

@@ -141,7 +141,9 @@ class Link:
     async def _serve(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
         tune(websocket, self._settings.heartbeat_timeout)
         self._websocket = websocket
-        self._was_connected = True
+        if not self._was_connected:
+            self._was_connected = True
+            self.refusal = None
         self._outbox = Outbox(websocket, "the coordinator")
         beats = asyncio.get_running_loop().create_task(self._beat())
         try:

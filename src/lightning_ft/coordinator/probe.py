@@ -51,15 +51,25 @@ async def attempt(address: Address, patience_s: float) -> Verdict:
         address: The process's liveness port.
         patience_s: Most seconds to wait for an answer, and for an accepted connection to be closed.
     """
-    loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(patience_s):
-            found = await loop.getaddrinfo(address.host, address.store_port, type=socket.SOCK_STREAM)
-            verdicts = [await _attempt_one(family, target, patience_s) for family, _, _, _, target in found]
+            found = await _resolve(address)
+            verdicts = [await _attempt_one(family, target, patience_s) for family, target in found]
     except (OSError, TimeoutError):
         return Verdict.SILENT
     known = {verdict for verdict in verdicts if verdict is not None}
     return known.pop() if len(known) == 1 else Verdict.OPEN if Verdict.OPEN in known else Verdict.SILENT
+
+
+async def _resolve(address: Address) -> list[tuple[int, tuple[object, ...]]]:
+    try:  # a numeric address needs neither a thread nor a name server
+        found = socket.getaddrinfo(
+            address.host, address.store_port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )
+    except socket.gaierror:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(address.host, address.store_port, type=socket.SOCK_STREAM)
+    return [(family, target) for family, _, _, _, target in found]
 
 
 async def _attempt_one(family: int, target: tuple[object, ...], patience_s: float) -> Verdict | None:

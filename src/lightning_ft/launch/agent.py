@@ -136,6 +136,7 @@ class Agent:
         self._server: CoordinatorServer | None = None
         self._client: AgentClient | None = None
         self._num_interrupts = 0
+        self._early_signals: list[signal.Signals] | None = []
         self._given_up = asyncio.Event()
         missing = [self._member(slot) for slot in range(num_slots) if self._member(slot) not in self._expected]
         if missing:
@@ -158,6 +159,7 @@ class Agent:
                 self._client.start()
                 try:
                     watchers = await self._start_children(endpoint, read_fd)
+                    self._release_early_signals()
                     await self._wait(watchers)
                 finally:
                     await self._end_children()
@@ -299,7 +301,8 @@ class Agent:
             return job_status(self._exits, frozenset((e.member, e.incarnation) for e in self._exits if e.status == 0))
         others = asyncio.create_task(self._server.wait_for_others(self._node))
         given_up = asyncio.create_task(self._given_up.wait())
-        await asyncio.wait((others, given_up), return_when=asyncio.FIRST_COMPLETED)
+        patience_s = self._grace_s if self._server.is_failed else None
+        await asyncio.wait((others, given_up), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         others.cancel()
         given_up.cancel()
         exits = [Exit(e.member, e.incarnation, e.status) for e in self._server.exits]
@@ -332,14 +335,22 @@ class Agent:
             with contextlib.suppress(ProcessLookupError):
                 child.process.send_signal(number)
 
+    def _release_early_signals(self) -> None:
+        early, self._early_signals = self._early_signals, None
+        for number in early or ():
+            self._on_signal(number)
+
     def _on_signal(self, number: signal.Signals) -> None:
+        if self._early_signals is not None:
+            self._early_signals.append(number)  # some children don't exist yet
+            return
         if number == signal.SIGINT:
             self._num_interrupts += 1
             if self._num_interrupts > 1:
                 logger.warning("second SIGINT: killing %d processes", len(self._alive()))
                 self._kill_all()
                 return
-        if self._children and not self._alive() and number in (signal.SIGINT, signal.SIGTERM):
+        if not self._alive() and number in (signal.SIGINT, signal.SIGTERM):
             self._given_up.set()  # only other nodes are waited for
             return
         logger.info("passing %s on to %d processes", number.name, len(self._alive()))

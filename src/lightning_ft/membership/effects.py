@@ -33,8 +33,8 @@ class CommitView:
 
     Attributes:
         base: Generation that `left` and `joined` refer to; 0: the empty view, so `joined` is the whole new one.
-        left: Logical ids that are no longer in it.
-        joined: Logical ids appended to it, in order.
+        left: Logical ids that are taken out of it first.
+        joined: Logical ids then appended to it, in order; one that also left is a new process of that name.
         meeting: Address of the first member, at whose store the inner group meets.
     """
 

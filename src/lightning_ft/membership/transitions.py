@@ -128,9 +128,9 @@ def conclude(turn: Turn) -> None:
 def commit(turn: Turn, members: tuple[str, ...], reason: str) -> None:
     """C3: the next view. Whoever of the old one is not in it is out for good."""
     old, old_members, joiners = turn.state.view, turn.state.members, turn.state.joiners
-    in_next = set(members)
-    left = tuple(member for member in old.members if member not in in_next)
-    survivors = [member for member in old.members if member in in_next]
+    survivors = [member for member in members if _goes_on(turn.state, member)]
+    going_on = set(survivors)
+    left = tuple(member for member in old.members if member not in going_on)  # a joiner may be a successor of one
     joined = members[len(survivors) :]
     new = View(old.generation + 1, members)
     leavers = [member for member in left if old_members[member].status is Status.LEAVING]
@@ -160,6 +160,11 @@ def commit(turn: Turn, members: tuple[str, ...], reason: str) -> None:
         turn.record("member_joined", member, incarnation=turn.state.members[member].incarnation)
     turn.record("view_committed", members=members, reason=reason)
     announce_joiners(turn)
+
+
+def _goes_on(state: State, member: str) -> bool:
+    record = state.members.get(member)
+    return record is not None and record.status in (Status.PARKED, Status.LEAVING)
 
 
 def _survivor(member: Member, generation: int) -> Member:

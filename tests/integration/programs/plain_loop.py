@@ -16,12 +16,14 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
-sys.modules["lightning"] = None  # type: ignore[assignment]  # plain PyTorch must do without it, and starts faster
-import lightning_ft  # noqa: E402
+if __name__ == "__main__":
+    sys.modules["lightning"] = None  # type: ignore[assignment]  # plain PyTorch must do without it, and starts faster
+import lightning_ft
 
 
 class Net(torch.nn.Module):
@@ -64,6 +66,13 @@ def weights_hash(module: torch.nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
+def make_optimizer(kind: str, parameters: Iterator[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of that name."""
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
 def main() -> None:
     """Run the loop."""
     parser = argparse.ArgumentParser()
@@ -103,10 +112,7 @@ def main() -> None:
 
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    if arguments.optimizer == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = make_optimizer(arguments.optimizer, model.parameters())
     commits: list[lightning_ft.StepCommit] = []
     model.on_commit = commits.append
     for step in range(arguments.steps):

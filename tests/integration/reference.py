@@ -1,0 +1,53 @@
+"""What a single process would have computed, given who contributed to each step."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+from collections.abc import Mapping
+from types import ModuleType
+
+import torch
+
+
+def _program() -> ModuleType:
+    path = pathlib.Path(__file__).parent / "programs" / "plain_loop.py"
+    spec = importlib.util.spec_from_file_location("plain_loop", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def final_weights(
+    contributors: Mapping[int, tuple[str, ...]], *, model: str, optimizer: str = "sgd", accumulate: int = 1
+) -> dict[str, torch.Tensor]:
+    """Train alone: each step's gradient is the average over exactly the batches of its contributors.
+
+    Args:
+        contributors: For each step from 0, the logical ids.
+        model: As for plain_loop.py.
+        optimizer: As for plain_loop.py.
+        accumulate: As for plain_loop.py.
+    """
+    program = _program()
+    torch.manual_seed(0)
+    net = program.Net(model, 64)
+    steps = program.make_optimizer(optimizer, net.parameters())
+    for step in range(len(contributors)):
+        gradients: dict[str, torch.Tensor] = {}
+        for member in contributors[step]:
+            net.zero_grad()
+            for part in range(accumulate):
+                x, y = program.batch(member, step, part)
+                logits = net(x, program.is_side_used(model, member, step))
+                (torch.nn.functional.cross_entropy(logits, y) / accumulate).backward()
+            for name, parameter in net.named_parameters():
+                if parameter.grad is not None:
+                    share = parameter.grad / len(contributors[step])
+                    gradients[name] = gradients[name] + share if name in gradients else share
+        for name, parameter in net.named_parameters():
+            parameter.grad = gradients.get(name)
+        steps.step()
+    return {name: parameter.detach() for name, parameter in net.named_parameters()}
