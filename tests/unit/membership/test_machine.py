@@ -1,0 +1,498 @@
+"""The coordinator's core, rule by rule."""
+
+from __future__ import annotations
+
+from driver import INTERVAL_S, SILENCE_S, TIMEOUT_S, Job
+
+from lightning_ft.membership import effects
+from lightning_ft.membership.events import Address
+from lightning_ft.membership.state import Phase, Status
+
+A, B, C, D = "0/0", "0/1", "1/0", "1/1"
+
+
+def status(job: Job, member: str) -> Status:
+    return job.state.members[member].status
+
+
+# --- C1, C3: the first view, and the next -----------------------------------------------------------------------------
+
+
+def test_first_view_holds_whoever_parked() -> None:
+    """Generation 1 is given as a whole, with the first member's address."""
+    job = Job(A, B)
+    assert job.hello(A) == (effects.Record("member_joined", 0, A, (("incarnation", 1),)),)
+    job.park(A, reason="start")
+    job.hello(B)
+    job.park(B, reason="start")
+    assert job.of(effects.CommitView) == [
+        effects.CommitView(member, 1, 0, (), (A, B), Address("host0", 1)) for member in (A, B)
+    ]
+    assert job.records("view_committed") == [{"member": None, "members": (A, B), "reason": "2 of 2 members parked"}]
+
+
+def test_first_park_suspends_the_others_once() -> None:
+    """Those that are parked already are not told."""
+    job = Job.running(A, B, C)
+    job.park(B, 3)
+    assert [effect.member for effect in job.of(effects.Suspend)] == [A, C]
+    assert job.records("view_suspended") == [{"member": B, "reason": "0/1 parked: connection"}]
+    assert job.park(A, 3) == ()
+
+
+def test_death_makes_the_next_view() -> None:
+    """Survivors keep their order and get the difference."""
+    job = Job.running(A, B, C)
+    job.exited(A)
+    assert job.records("failure_detected") == [{"member": A, "cause": "exit", "detail": "killed by SIGKILL"}]
+    assert not job.of(effects.Kill)
+    job.park(C, 3)
+    job.park(B, 3)
+    assert job.of(effects.CommitView) == [
+        effects.CommitView(member, 2, 1, (A,), (), Address("host0", 1)) for member in (B, C)
+    ]
+    assert job.state.phase is Phase.HEALTHY
+
+
+def test_a_repeated_park_changes_what_it_says() -> None:
+    """After a reconnection it is said again."""
+    job = Job.running(A, B)
+    job.park(A, 3)
+    job.hello(A, generation=1)
+    assert job.effects == ()
+    job.park(A, 4, admits=True)
+    assert job.state.members[A].completed == 4
+    assert job.state.tally.admitting == 1
+
+
+# --- C2: who is gone --------------------------------------------------------------------------------------------------
+
+
+def test_refused_probe_proves_and_exit_report_is_no_second_failure() -> None:
+    """A killed process: connection, port and agent report in this order."""
+    job = Job.running(A, B)
+    assert job.drop(B) == (effects.Probe(B, 1, Address("host0", 1)),)
+    job.refused(B)
+    assert job.records("failure_detected")[0]["cause"] == "connection"
+    assert job.state.members[B].is_proven
+    assert job.exited(B) == ()
+    assert job.refused(B) == ()
+    assert job.drop(B) == ()
+
+
+def test_exit_report_may_come_first() -> None:
+    """The same, in the other order."""
+    job = Job.running(A, B)
+    job.exited(B)
+    assert job.records("failure_detected")[0]["cause"] == "exit"
+    assert job.drop(B) == job.refused(B) == ()
+
+
+def test_a_drop_is_probed_again_at_each_tick() -> None:
+    """The first probe may reach a port that is about to close."""
+    job = Job.running(A, B)
+    job.drop(B)
+    job.tick(INTERVAL_S, alive=(A,))
+    assert job.of(effects.Probe) == [effects.Probe(B, 1, Address("host0", 1))]
+
+
+def test_an_old_probe_says_nothing_about_a_member_that_is_back() -> None:
+    """It reconnected while the probe was under way."""
+    job = Job.running(A, B)
+    job.drop(B)
+    job.hello(B, generation=1)
+    assert len(job.refused(B)) == 1
+    assert "older than" in job.of(effects.Refuse)[0].reason
+    assert status(job, B) is Status.RUNNING
+
+
+def test_silence_is_a_failure_without_proof() -> None:
+    """Evicted, and its agent kills it; the exit report is the proof."""
+    job = Job.running(A, B)
+    job.tick(SILENCE_S, alive=(A,))
+    assert job.records("failure_detected")[0]["cause"] == "heartbeat"
+    assert [(effect.member, effect.incarnation) for effect in job.of(effects.Evict) + job.of(effects.Kill)] == [
+        (B, 1)
+    ] * 2
+    assert not job.state.members[B].is_proven
+    assert job.exited(B) == ()
+    assert job.state.members[B].is_proven
+
+
+def test_drop_and_silence_is_a_connection_failure() -> None:
+    """The host does not answer the probe: perhaps a cable."""
+    job = Job.running(A, B)
+    job.drop(B)
+    job.tick(SILENCE_S, alive=(A,))
+    assert job.records("failure_detected")[0]["cause"] == "connection"
+    assert job.drop(B) == (effects.Probe(B, 1, Address("host0", 1)),)  # a proof is still welcome
+    job.refused(B)
+    assert job.state.members[B].is_proven
+
+
+def test_one_proof_may_end_the_wait() -> None:
+    """B alone is half without the lowest; the proof of A's death makes it all."""
+    job = Job.running(A, B)
+    job.park(B)
+    job.tick(SILENCE_S, alive=(B,))
+    assert job.records("quorum_missing")
+    assert job.state.generation == 1
+    job.exited(A)
+    assert job.state.view.members == (B,)
+
+
+def test_member_that_does_not_park_is_hung() -> None:
+    """Alive, but not parked `timeout` after the suspension."""
+    job = Job.running(A, B, C)
+    job.exited(C)
+    job.park(A)
+    job.tick(TIMEOUT_S - INTERVAL_S, alive=(A, B))
+    assert job.state.generation == 1
+    job.tick(INTERVAL_S, alive=(A, B))
+    assert job.records("failure_detected")[0] == {
+        "member": B,
+        "cause": "hang",
+        "detail": "it is alive, but did not park in time",
+    }
+
+
+def test_time_waited_counts_for_a_hang() -> None:
+    """Whoever made the others wait has had its time, but for a grace of `heartbeat_timeout`."""
+    job = Job.running(A, B)
+    job.park(A, reason="timeout", waited_s=TIMEOUT_S)
+    job.tick(SILENCE_S - INTERVAL_S, alive=(A, B))
+    assert status(job, B) is Status.RUNNING
+    job.tick(INTERVAL_S, alive=(A, B))
+    assert job.records("failure_detected")[0]["cause"] == "hang"
+
+
+def test_a_short_wait_counts_partly() -> None:
+    """Half the time waited, half the time left."""
+    job = Job.running(A, B)
+    job.park(A, reason="timeout", waited_s=TIMEOUT_S / 2)
+    job.tick(TIMEOUT_S / 2 - INTERVAL_S, alive=(A, B))
+    assert status(job, B) is Status.RUNNING
+    job.tick(INTERVAL_S, alive=(A, B))
+    assert status(job, B) is Status.GONE
+
+
+def test_expected_member_that_never_comes() -> None:
+    """Given up `timeout` after the start; nobody knows its incarnation, so nobody is told."""
+    job = Job(A, B)
+    job.hello(A)
+    job.park(A, reason="start")
+    job.tick(TIMEOUT_S, alive=(A,))
+    assert job.records("failure_detected") == [
+        {"member": B, "cause": "connection", "detail": "it did not connect within 20 s"}
+    ]
+    assert not job.of(effects.Kill)
+    assert job.state.view.members == (A,)
+    job.hello(B)
+    assert job.of(effects.Evict)
+
+
+def test_expected_member_that_dies_before_hello() -> None:
+    """Its agent knows its incarnation."""
+    job = Job(A, B)
+    job.hello(A)
+    job.park(A, reason="start")
+    job.exited(B)
+    assert job.state.view.members == (A,)
+    assert job.state.members[B].is_proven
+
+
+# --- C4: no quorum ----------------------------------------------------------------------------------------------------
+
+
+def test_hopeless_stops_at_once() -> None:
+    """All that are missing are dead: nothing would change."""
+    job = Job.running(A, B, min_world_size=2)
+    job.exited(B)
+    job.park(A)
+    assert job.of(effects.Stop) == [effects.Stop(A, "1 members are left, min_world_size is 2")]
+    assert job.records("job_stopped") == [{"member": None, "reason": "1 members are left, min_world_size is 2"}]
+    assert job.state.phase is Phase.STOPPED
+
+
+def test_waiting_for_proof_is_bounded() -> None:
+    """Then the parked and the pending joiners are told to stop."""
+    job = Job.running(A, B)
+    job.ready("9/0")
+    job.park(B)
+    job.tick(SILENCE_S, alive=(B, "9/0"))
+    job.tick(SILENCE_S - INTERVAL_S, alive=(B, "9/0"))
+    assert job.state.phase is Phase.SUSPENDED
+    job.tick(INTERVAL_S, alive=(B, "9/0"))
+    assert [effect.member for effect in job.of(effects.Stop)] == [B, "9/0"]
+
+
+def test_the_stopped_stay_stopped() -> None:
+    """Whoever speaks is told so; deaths are no failures any more."""
+    job = Job.running(A, B, min_world_size=2)
+    job.exited(B)
+    job.park(A)
+    assert job.of(effects.Stop)
+    for say in (job.hello(A, generation=1), job.park(A), job.leave(A), job.ready("9/0")):
+        assert [type(effect) for effect in say if not isinstance(effect, effects.Refuse)] == [effects.Stop]
+    for happens in (job.drop(A), job.refused(A), job.tick(SILENCE_S), job.exited(A)):
+        assert not [effect for effect in happens if isinstance(effect, effects.Record)]
+    job.hello(B)
+    assert job.of(effects.Evict)
+
+
+def test_nobody_left_stops() -> None:
+    """All died."""
+    job = Job.running(A)
+    job.exited(A)
+    assert job.records("job_stopped")[0]["reason"] == "no member is left that could go on"
+
+
+# --- C5: stale --------------------------------------------------------------------------------------------------------
+
+
+def test_park_of_an_earlier_generation_gets_the_missed_view() -> None:
+    """It was disconnected when the view was sent."""
+    job = Job.running(A, B, C)
+    job.exited(C)
+    job.park(A)
+    job.park(B)
+    job.park(B, generation=1)
+    assert [type(effect) for effect in job.effects] == [effects.Refuse, effects.CommitView]
+    assert job.of(effects.CommitView) == [effects.CommitView(B, 2, 0, (), (A, B), Address("host0", 1))]
+    assert status(job, B) is Status.RUNNING
+
+
+def test_the_gone_are_evicted_whatever_they_say() -> None:
+    """Final for the incarnation."""
+    job = Job.running(A, B, C)
+    job.tick(SILENCE_S, alive=(A, B))
+    before = job.state
+    for say in (job.hello(C, generation=1), job.park(C), job.leave(C), job.heartbeat(C), job.ready(C)):
+        assert [type(effect) for effect in say] == [effects.Refuse, effects.Evict]
+    assert job.state == before
+
+
+def test_strangers_are_evicted_or_refused() -> None:
+    """Unknown ids, other incarnations, and words before hello."""
+    job = Job(A, B)
+    assert [type(effect) for effect in job.park(A)] == [effects.Refuse]
+    job.hello(A)
+    before = job.state
+    for say in (job.hello("7/7"), job.park(A, incarnation=2), job.heartbeat("7/7")):
+        assert [type(effect) for effect in say] == [effects.Refuse, effects.Evict]
+    for happens in (job.drop("7/7"), job.refused(A, incarnation=2), job.exited("7/7"), job.ready(B)):
+        assert [type(effect) for effect in happens] == [effects.Refuse]
+    assert job.state == before
+
+
+def test_a_higher_generation_is_refused() -> None:
+    """The coordinator was started anew; it can't take the job over."""
+    job = Job(A)
+    for say in (job.hello(A, generation=5),):
+        assert [type(effect) for effect in say] == [effects.Refuse]
+    job.hello(A)
+    before = job.state
+    for say in (job.park(A, generation=5), job.leave(A, generation=5)):
+        assert "can't take a running job over" in say[0].reason
+    assert job.state == before
+
+
+def test_reconnecting_member_hears_what_it_missed() -> None:
+    """The suspension; or the view, the leaver and the joiner."""
+    job = Job.running(A, B, C)
+    job.hello(A, generation=0)
+    assert [type(effect) for effect in job.effects] == [effects.CommitView]
+    job.leave(C, 4)
+    job.ready("9/0")
+    job.hello(A, generation=1)
+    assert [type(effect) for effect in job.effects] == [effects.NotifyLeaving, effects.AnnounceJoin]
+    job.park(B)
+    job.hello(A, generation=1)
+    assert [type(effect) for effect in job.effects] == [effects.Suspend]
+
+
+# --- C6: leave --------------------------------------------------------------------------------------------------------
+
+
+def test_all_leave() -> None:
+    """One or two rounds of notices, then all are released."""
+    job = Job.running(A, B, C)
+    job.leave(A, 5)
+    assert job.effects == tuple(effects.NotifyLeaving(member, A, 5) for member in (B, C))
+    assert job.leave(B, 5) == ()
+    job.leave(C, 5)
+    assert [effect.member for effect in job.of(effects.Release)] == [A, B, C]
+    assert job.records("job_stopped")[0]["reason"] == "all members left"
+    assert job.drop(A) == job.exited(A) == ()
+    job.leave(A, 5, generation=1)
+    assert job.of(effects.Release)
+
+
+def test_a_lower_leaver_is_announced_too() -> None:
+    """The others must not enter what it won't."""
+    job = Job.running(A, B, C)
+    job.leave(A, 5)
+    job.leave(B, 4)
+    assert job.effects == (effects.NotifyLeaving(C, B, 4),)
+
+
+def test_others_go_on_without_a_leaver() -> None:
+    """It is released when the view without it is formed, and it is not missed."""
+    job = Job.running(A, B, max_failures=0)
+    job.leave(A, 5)
+    job.park(B, 5, reason="leave")
+    assert job.state.view.members == (B,)
+    assert job.of(effects.Release) == [effects.Release(A, "generation 2 goes on without it")]
+    assert job.state.target == 1
+
+
+def test_a_leaver_with_a_needed_result_stays() -> None:
+    """It finished a number that a parked member did not: it establishes, then leaves again."""
+    job = Job.running(A, B, C)
+    job.leave(A, 5)
+    job.exited(C)
+    job.park(B, 4)
+    assert job.state.view.members == (A, B)
+    assert status(job, A) is Status.RUNNING
+    assert not job.of(effects.Release)
+
+
+def test_death_of_a_leaver_is_its_release() -> None:
+    """It suspends nothing."""
+    job = Job.running(A, B, C)
+    job.leave(A, 5)
+    job.exited(A)
+    assert job.records("member_left") == [{"member": A, "detail": "killed by SIGKILL"}]
+    assert job.state.phase is Phase.HEALTHY
+    job.leave(B, 5)
+    job.tick(SILENCE_S, alive=(C,))
+    assert job.records("member_left")[0]["member"] == B
+    job.leave(C, 5)
+    assert job.state.phase is Phase.STOPPED
+    assert job.heartbeat(A)[1] == effects.Release(A, "it is released already")
+
+
+def test_leave_and_park_exclude_each_other() -> None:
+    """A leaver is in no collective."""
+    job = Job.running(A, B, C)
+    job.leave(A, 5)
+    assert "leaving" in job.park(A, 5)[0].reason
+    job.park(B, 5)
+    assert "parked" in job.leave(B, 5)[0].reason
+    job.park(C, 5)
+    assert job.state.generation == 2
+    assert "over" in job.leave(B, 5, generation=1)[0].reason
+
+
+def test_leave_in_a_suspended_view_is_not_announced() -> None:
+    """Nobody enters a number there."""
+    job = Job.running(A, B, C)
+    job.park(A, 5)
+    assert job.leave(B, 5) == ()
+    job.leave(C, 5)
+    assert job.state.view.members == (A,)
+
+
+# --- C7: join ---------------------------------------------------------------------------------------------------------
+
+
+def test_join_at_a_boundary() -> None:
+    """Rank 0 is told once; all park with admits; the joiner is appended and gets the whole view."""
+    job = Job.running(A, B)
+    job.ready("9/0")
+    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(A, "ready: 9/0")]
+    assert job.ready("8/0") == ()
+    assert job.heartbeat("9/0") == ()
+    job.park(A, 5, reason="join", admits=True)
+    job.park(B, 5, reason="join", admits=True)
+    assert job.state.view.members == (A, B, "8/0", "9/0")
+    assert [(view.member, view.base, view.joined) for view in job.of(effects.CommitView)] == [
+        (A, 1, ("8/0", "9/0")),
+        (B, 1, ("8/0", "9/0")),
+        ("8/0", 0, (A, B, "8/0", "9/0")),
+        ("9/0", 0, (A, B, "8/0", "9/0")),
+    ]
+    assert [record["member"] for record in job.records("member_joined")] == ["8/0", "9/0"]
+    assert job.state.target == 4
+
+
+def test_not_admitted_joiners_stay_pending() -> None:
+    """One member was in a number; the next view's first is told again."""
+    job = Job.running(A, B, C)
+    job.ready("9/0")
+    job.exited(A)
+    job.park(B, 5, admits=True)
+    job.park(C, 4)
+    assert job.state.view.members == (B, C)
+    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(B, "ready: 9/0")]
+
+
+def test_admitted_joiner_that_missed_its_view() -> None:
+    """It says ready again."""
+    job = Job.running(A)
+    job.ready("9/0")
+    job.park(A, 5, admits=True)
+    job.ready("9/0")
+    assert job.of(effects.CommitView) == [effects.CommitView("9/0", 2, 0, (), (A, "9/0"), Address("host0", 1))]
+
+
+def test_a_new_incarnation_joins_after_the_old_is_out() -> None:
+    """Not while its predecessor is in the view; an old incarnation never."""
+    job = Job.running(A, B)
+    job.ready(B, incarnation=2)
+    job.park(A, 1, admits=True)
+    job.park(B, 1, admits=True)
+    assert job.state.view.members == (A, B)
+    assert job.state.members[B].incarnation == 1
+    job.exited(B)
+    job.park(A, 1, admits=True)
+    assert job.state.view.members == (A, B)
+    assert job.state.members[B].incarnation == 2
+    job.ready(B, incarnation=1)
+    assert job.of(effects.Evict)
+
+
+def test_joiners_that_vanish_are_forgotten() -> None:
+    """Dropped, dead, silent, or leaving."""
+    job = Job.running(A)
+    for vanish in (job.drop, job.exited, lambda member: job.leave(member)):
+        job.ready("9/0")
+        vanish("9/0")
+        assert not job.state.joiners
+    job.ready("9/0")
+    assert "in no view yet" in job.park("9/0")[0].reason
+    job.tick(SILENCE_S, alive=(A,))
+    assert job.of(effects.Evict)[0].member == "9/0"
+    assert not job.state.joiners
+
+
+# --- C8: own gaps -----------------------------------------------------------------------------------------------------
+
+
+def test_starvation_moves_every_deadline() -> None:
+    """A late tick is the coordinator's own fault."""
+    job = Job.running(A, B)
+    job.now_s = 100.0
+    job.tick(INTERVAL_S)
+    assert status(job, A) is Status.RUNNING
+    job.tick(SILENCE_S - 2 * INTERVAL_S)
+    assert status(job, A) is Status.RUNNING
+    job.tick(2 * INTERVAL_S)
+    assert status(job, A) is Status.GONE
+
+
+# --- size -------------------------------------------------------------------------------------------------------------
+
+
+def test_view_change_of_ten_thousand_members_is_linear() -> None:
+    """Parks are counted, not searched: the work of one does not grow with the job."""
+    import time
+
+    members = [f"{node}/{slot}" for node in range(1250) for slot in range(8)]
+    started_s = time.process_time()
+    job = Job.running(*members)
+    job.exited(A)
+    for member in members[1:]:
+        job.park(member, 3)
+    assert job.state.generation == 2
+    assert time.process_time() - started_s < 20.0  # a quadratic core takes minutes
