@@ -1,6 +1,7 @@
 """The job's event log: one JSON object per line for programs, one sentence on the console for a person.
 
-A line has `time` (Unix seconds), `event`, `generation`, `member` (null for the job as a whole) and the event's own fields.
+A line has `time` (Unix seconds), `event`, `generation`, `member` (null for the job as a whole) and the event's own
+fields.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ _SENTENCES: dict[str, tuple[int, str]] = {
     "quorum_missing": (logging.WARNING, "training can't go on yet: {reason}"),
     "job_stopped": (logging.WARNING, "the coordinator stops the job: {reason}"),
 }
-"""Level and sentence per event; an event that isn't here is said by its name. Fields outside the sentence are appended."""
+"""Level and sentence per event; one that isn't here is said by its name. Fields outside the sentence are appended."""
 
 
 def _prefix(member: str | None, generation: int) -> str:
@@ -185,10 +186,8 @@ def _prefix(member: str | None, generation: int) -> str:
 def _brief(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
-    if isinstance(value, (list, tuple, set, frozenset)):
-        text = ", ".join(str(item) for item in value)
-    else:
-        text = str(value)
+    is_many = isinstance(value, (list, tuple, set, frozenset))
+    text = ", ".join(str(item) for item in value) if is_many else str(value)
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 

@@ -49,9 +49,9 @@ MEMBER = """
     store = socket.create_server(("127.0.0.1", 0))
     suspended = threading.Event()
     client = MembershipClient(
-        os.environ["LIGHTNING_FT_COORDINATOR"], os.environ["LIGHTNING_FT_TOKEN"], member,
-        int(os.environ["LIGHTNING_FT_INCARNATION"]), Address("127.0.0.1", store.getsockname()[1]),
-        Settings.resolve(), lambda _: suspended.set(), lambda *_: None,
+        endpoint=os.environ["LIGHTNING_FT_COORDINATOR"], token=os.environ["LIGHTNING_FT_TOKEN"], member=member,
+        incarnation=int(os.environ["LIGHTNING_FT_INCARNATION"]), settings=Settings.resolve(),
+        address=Address("127.0.0.1", store.getsockname()[1]), on_suspend=lambda _: suspended.set(),
     )
     client.start()
     view = client.park(0, "start").view
@@ -197,7 +197,7 @@ def test_agent_that_is_killed_while_it_starts_children_leaves_no_orphan(stage: S
     """At whatever point of the start it dies: the children that exist end."""
     for delay_s in (0.0, 0.01, 0.02, 0.04):
         agent = stage.run(stage.script(STUBBORN), num_slots=4, RUN=f"orphan{delay_s}")
-        until(lambda: (stage.notes / "0-0.pid").exists(), "the first child runs")
+        until((stage.notes / "0-0.pid").exists, "the first child runs")
         time.sleep(delay_s)  # sweeps the moment of death over the start of the others
         agent.kill()
         agent.wait(DEADLINE_S)
@@ -397,7 +397,7 @@ def test_signal_during_the_start_reaches_all(stage: Stage) -> None:
 
 
 def test_environment_of_a_child(stage: Stage) -> None:
-    """torchrun's names, the coordinator's, and the settings as the agent resolved them."""
+    """The names of torchrun, the coordinator's, and the settings as the agent resolved them."""
     show = """
     import json
     note("env", json.dumps(dict(os.environ)))

@@ -59,8 +59,9 @@ MEMBER = BARE + textwrap.dedent(
     store = socket.create_server(("127.0.0.1", 0))
     suspended = threading.Event()
     client = MembershipClient(
-        f"127.0.0.1:{port}", token, member, 1, Address("127.0.0.1", store.getsockname()[1]),
-        Settings(heartbeat_interval=0.05, heartbeat_timeout=20, timeout=60), lambda _: suspended.set(), lambda *_: None,
+        endpoint=f"127.0.0.1:{port}", token=token, member=member, incarnation=1,
+        address=Address("127.0.0.1", store.getsockname()[1]), on_suspend=lambda _: suspended.set(),
+        settings=Settings(heartbeat_interval=0.05, heartbeat_timeout=20, timeout=60),
     )
     client.start()
 
@@ -147,11 +148,16 @@ class Stage:
 
     def client(self, coordinator: Coordinator | int, member: str, **changes: Any) -> MembershipClient:
         store: socket.socket = changes.pop("store", None) or self.store()
-        settings = changes.pop("settings", PATIENT)
-        token, incarnation = changes.pop("token", TOKEN), changes.pop("incarnation", 1)
         port = coordinator if isinstance(coordinator, int) else coordinator.port
-        address = Address("127.0.0.1", store.getsockname()[1])
-        client = MembershipClient(f"127.0.0.1:{port}", token, member, incarnation, address, settings, **changes)
+        arguments = {
+            "endpoint": f"127.0.0.1:{port}",
+            "token": TOKEN,
+            "incarnation": 1,
+            "address": Address("127.0.0.1", store.getsockname()[1]),
+            "settings": PATIENT,
+            **changes,
+        }
+        client = MembershipClient(member=member, **arguments)
         client.start()
         self.cleanups.callback(client.close)
         return client
@@ -628,7 +634,7 @@ def test_log_directory_of_the_run_is_the_default(stage: Stage, tmp_path: Path) -
     for name in ("first", "second"):
         client.report("log_directory", path=str(tmp_path / name))
     client.report("recovered")
-    until(lambda: coordinator.server._event_log.flush(), "the path is known")
+    until(coordinator.server._event_log.flush, "the path is known")
     path = coordinator.server._event_log.path
     assert path == tmp_path / "first" / "ft_events.jsonl"
     until(lambda: "recovered" in path.read_text(), "it is used")

@@ -92,8 +92,8 @@ class AgentClient:
     def _on_frame(self, text: str) -> bool:
         try:
             message = wire.decode(text, expect=wire.TO_AGENT)
-        except wire.WireError as error:
-            logger.error("the coordinator broke the protocol: %s", error)
+        except wire.WireError:
+            logger.exception("the coordinator broke the protocol")
             return True
         if isinstance(message, wire.Welcome):
             self._link.interval_s = message.heartbeat_interval_s or self._link.interval_s

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.channel import MEMBER_PATH
-from lightning_ft.coordinator.enrolment import Enrolment, Left, NextView, Resync, Sever
+from lightning_ft.coordinator.enrolment import Enrolment, Left, NextView, Resync, Sever, checked
 from lightning_ft.coordinator.link import Link
 from lightning_ft.errors import CoordinatorLostError, FaultToleranceError, ProtocolViolationError
 from lightning_ft.membership import events, wire
@@ -58,6 +58,7 @@ class MembershipClient:
 
     def __init__(
         self,
+        *,
         endpoint: str,
         token: str,
         member: str,
@@ -130,7 +131,7 @@ class MembershipClient:
         self._thread.start()
         ready.wait()
 
-    def park(self, completed: int, reason: str, waited_s: float = 0.0, admits: bool = False) -> NextView:
+    def park(self, completed: int, reason: str, waited_s: float = 0.0, *, admits: bool = False) -> NextView:
         """Stop in the current view, and wait for a newer one.
 
         Args:
@@ -138,8 +139,11 @@ class MembershipClient:
             reason: `start`, `connection`, `suspended`, `timeout`, `leave` or `join`.
             waited_s: How long the collective that failed had been waited for.
             admits: Whether this is a boundary where joiners may be admitted.
+
         Returns: The view to establish; this member is in it.
+
         Raises:
+            ValueError: An argument is no valid number or reason.
             EvictedError: This process is no member any more: write nothing more and exit.
             QuorumLostError: The members that are left may not go on: exit, resume later.
             CoordinatorLostError: Nothing was heard of the coordinator for `timeout` seconds: exit, resume later.
@@ -147,7 +151,7 @@ class MembershipClient:
         """
         with self._changed:
             self._raise_if_over()
-            self._check(self._enrolment.park(completed, reason, waited_s, admits=admits))
+            self._enrolment.park(completed, reason, waited_s, admits=admits)
             self._post(self._send_request)
             while True:
                 following = self._enrolment.collect()
@@ -159,23 +163,26 @@ class MembershipClient:
     def leave(self, completed: int) -> NextView | None:
         """Say that this member enters no number larger than `completed`, and wait until nobody needs it any more.
 
-        Returns: A view to establish if somebody still needs this member's last result; call again after that. None to end:
-            this member was released (`is_released`), or that can't be expected any more because it is out of the job, the
-            coordinator is gone (not heard for `heartbeat_timeout`), or `timeout` is over.
+        Returns: A view to establish if somebody still needs this member's last result; call again after that. None to
+            end: this member was released (`is_released`), or that can't be expected any more because it is out of the
+            job, the coordinator is gone (not heard for `heartbeat_timeout`), or `timeout` is over.
+
+        Raises:
+            ValueError: `completed` is no number.
         """
         deadline_s = time.monotonic() + self._settings.timeout
         with self._changed:
-            if self._thread is None or self._enrolment.error is not None:
+            if self._thread is None or self._is_out():
                 return None
-            self._check(self._enrolment.leave(completed))
+            self._enrolment.leave(completed)
             self._post(self._send_request)
             while not self._enrolment.is_released:
                 following = self._enrolment.collect()
                 if following is not None:
                     return following
                 remaining_s = deadline_s - time.monotonic()
-                is_lost = self._link.silent_s() > self._settings.heartbeat_timeout or self._link.refusal is not None
-                if self._enrolment.error is not None or self._is_closed or is_lost or remaining_s <= 0:
+                is_lost = self._link.silent_s() > self._settings.heartbeat_timeout
+                if self._is_out() or is_lost or remaining_s <= 0:
                     return None
                 self._wait_for_change(min(self._settings.heartbeat_timeout, remaining_s))
             return None
@@ -189,7 +196,7 @@ class MembershipClient:
         """
         plain = tuple((name, _plain(value)) for name, value in fields.items())
         try:
-            frame = self._check(wire.Report(self.member, self.incarnation, event, plain))
+            frame = checked(wire.Report(self.member, self.incarnation, event, plain))
         except ValueError as error:
             logger.warning("[%s] the report %r was dropped: %s", self.member, event, error)
             return
@@ -219,11 +226,8 @@ class MembershipClient:
 
     # The training thread's half.
 
-    def _check(self, message: wire.Message) -> str:
-        """Encode as the coordinator will accept it. Raises: ValueError in the caller that made the message."""
-        frame = wire.encode(message)
-        wire.decode(frame, expect=(type(message),), peer=self._enrolment.peer)
-        return frame
+    def _is_out(self) -> bool:
+        return self._enrolment.error is not None or self._link.refusal is not None or self._is_closed
 
     def _raise_if_over(self) -> None:
         enrolment, link = self._enrolment, self._link
@@ -362,11 +366,13 @@ class MembershipClient:
 def _plain(value: object) -> object:
     """What a report can hold."""
     if isinstance(value, (list, tuple, set, frozenset)):
-        return tuple(item if _is_scalar(item) else str(item) for item in value)
-    return value if _is_scalar(value) else str(value)
+        return tuple(_scalar(item) for item in value)
+    return _scalar(value)
 
 
-def _is_scalar(value: object) -> bool:
-    return (
-        value is None or isinstance(value, (str, bool, int)) or (isinstance(value, float) and abs(value) < float("inf"))
-    )
+def _scalar(value: object) -> object:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and abs(value) < 2**63:
+        return value
+    return str(value).encode(errors="backslashreplace").decode()  # file names may hold what is no valid Unicode

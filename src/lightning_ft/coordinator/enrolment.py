@@ -91,21 +91,22 @@ class Enrolment:
         return dataclasses.replace(self._hello, generation=self.view.generation)
 
     def park(self, completed: int, reason: str, waited_s: float, *, admits: bool) -> events.Parked:
-        """Begin to wait for the view after the current one."""
-        hello = self._hello
-        self.following = None
-        parked = events.Parked(
-            hello.member, hello.incarnation, self.view.generation, completed, reason, waited_s, admits
-        )
-        self.request = parked
+        """Begin to wait for the view after the current one. Raises: ValueError, changing nothing."""
+        peer = self.peer
+        parked = events.Parked(peer.member, peer.incarnation, self.view.generation, completed, reason, waited_s, admits)
+        checked(parked)
+        self.request, self.following = parked, None
         return parked
 
     def leave(self, completed: int) -> events.Leaving:
-        """Begin to wait for the release, or for a view in which this member's last result is still needed."""
-        hello = self._hello
-        self.following = None
-        leaving = events.Leaving(hello.member, hello.incarnation, self.view.generation, completed)
-        self.request = leaving
+        """Begin to wait for the release, or for a view in which this member's last result is still needed.
+
+        Raises: ValueError, changing nothing.
+        """
+        peer = self.peer
+        leaving = events.Leaving(peer.member, peer.incarnation, self.view.generation, completed)
+        checked(leaving)
+        self.request, self.following = leaving, None
         return leaving
 
     def collect(self) -> NextView | None:
@@ -117,6 +118,7 @@ class Enrolment:
         """Account for a message from the coordinator.
 
         Returns: What is to be done now, in order.
+
         Raises:
             ProtocolViolationError: The message contradicts what went before; it changed nothing.
         """
@@ -194,3 +196,14 @@ class Enrolment:
                 generation=generation,
             )
         return (Sever(self.view.generation),)  # whoever is blocked in a collective must finish no other (I8)
+
+
+def checked(message: events.Parked | events.Leaving | wire.Report) -> str:
+    """Encode a message that the coordinator will accept.
+
+    Raises:
+        ValueError: It would not; better here than at the far end, which would close the connection.
+    """
+    frame = wire.encode(message)
+    wire.decode(frame, expect=(type(message),), peer=wire.Peer(message.member, message.incarnation))
+    return frame

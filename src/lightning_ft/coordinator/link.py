@@ -16,6 +16,11 @@ from lightning_ft.membership import wire
 
 logger = logging.getLogger("lightning_ft")
 
+_REFUSALS = {
+    401: "its token is not this process's (LIGHTNING_FT_TOKEN)",
+    426: f"it does not speak protocol version {wire.PROTOCOL_VERSION}: two versions of lightning_ft in one job",
+}
+
 _FIRST_PAUSE_S = 0.02
 _CLOSING_TIME_S = 1.0
 
@@ -112,7 +117,7 @@ class Link:
                 else:
                     pause_s = _FIRST_PAUSE_S
                     await self._serve(websocket)
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # not all members at once
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  (not all members at once)
                 pause_s = min(2 * pause_s, self._settings.heartbeat_interval)
 
     async def _connect(self, session: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
@@ -126,11 +131,8 @@ class Link:
 
     def _note_failure(self, error: Exception) -> None:
         cause = f"{type(error).__name__}: {error}"
-        if isinstance(error, aiohttp.WSServerHandshakeError) and error.status in (401, 426):
-            cause = {
-                401: "its token is not this process's (LIGHTNING_FT_TOKEN)",
-                426: f"it does not speak protocol version {wire.PROTOCOL_VERSION}: two versions of lightning_ft in one job",
-            }[error.status]
+        if isinstance(error, aiohttp.WSServerHandshakeError) and error.status in _REFUSALS:
+            cause = _REFUSALS[error.status]
             # Once we were connected, another job's coordinator may have taken the port for a while.
             self.refusal = None if self._was_connected else cause
         if cause != self.cause:

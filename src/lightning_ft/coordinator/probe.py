@@ -75,7 +75,7 @@ async def _resolve(address: Address) -> list[tuple[int, tuple[object, ...]]]:
 async def _attempt_one(family: int, target: tuple[object, ...], patience_s: float) -> Verdict | None:
     loop = asyncio.get_running_loop()
     with closing(socket.socket(family, socket.SOCK_STREAM)) as sock:
-        sock.setblocking(False)
+        sock.settimeout(0)
         try:
             await loop.sock_connect(sock, target)
         except ConnectionRefusedError:

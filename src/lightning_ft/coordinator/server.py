@@ -9,26 +9,16 @@ Everything happens on one event loop, one event at a time. No peer is ever waite
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import hmac
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import web
 
 from lightning_ft.config import Settings
-from lightning_ft.coordinator.channel import (
-    AGENT_PATH,
-    MEMBER_PATH,
-    TOKEN_HEADER,
-    VERSION_HEADER,
-    Outbox,
-    bearer,
-    cut,
-    tune,
-)
+from lightning_ft.coordinator.accepted import CLOSING_TIME_S, Connection, RefusedError, accept
+from lightning_ft.coordinator.channel import AGENT_PATH, MEMBER_PATH
 from lightning_ft.coordinator.probe import wait_until_refused
 from lightning_ft.event_log import DEFAULT_NAME, EventLog
 from lightning_ft.membership import effects, events, machine, state, wire
@@ -39,31 +29,7 @@ logger = logging.getLogger("lightning_ft")
 Identity = tuple[str, int]
 """A member's logical id and incarnation."""
 
-_CLOSING_TIME_S = 1.0
-
 _FROM_ITSELF = (events.Hello, events.Parked, events.Leaving, events.Ready, events.Heartbeat)
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Connection:
-    """One accepted WebSocket. `is_replaced`: its owner has a newer one, so that its end means nothing."""
-
-    websocket: web.WebSocketResponse
-    outbox: Outbox
-    peer: str
-    is_replaced: bool = False
-
-    def send(self, message: wire.Message) -> bool:
-        return self.outbox.put(wire.encode(message))
-
-    def replace(self) -> None:
-        self.is_replaced = True
-        self.outbox.close()
-        cut(self.websocket)
-
-
-class _Refused(Exception):
-    """A frame that this connection may not send: the connection is closed, with the reason."""
 
 
 class CoordinatorServer:
@@ -100,8 +66,8 @@ class CoordinatorServer:
         self._on_kill = on_kill
         self._clock = clock
         self._state = state.initial(expected_members, clock(), settings.timeout)
-        self._members: dict[Identity, _Connection] = {}
-        self._agents: dict[int, _Connection] = {}
+        self._members: dict[Identity, Connection] = {}
+        self._agents: dict[int, Connection] = {}
         self._kills: dict[Identity, effects.Kill] = {}
         self._probes: dict[Identity, asyncio.Task[None]] = {}
         self._released: set[Identity] = set()
@@ -139,13 +105,15 @@ class CoordinatorServer:
         Args:
             host: Interface; None: all.
             port: 0: any free one.
+
         Returns: The port.
+
         Raises:
             OSError: The address can't be bound.
         """
         application = web.Application()
         application.add_routes([web.get(MEMBER_PATH, self._serve_member), web.get(AGENT_PATH, self._serve_agent)])
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=_CLOSING_TIME_S)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=CLOSING_TIME_S)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host, port, backlog=1024).start()
@@ -163,7 +131,7 @@ class CoordinatorServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         connections = [*self._members.values(), *self._agents.values()]
-        await asyncio.gather(*(self._say_goodbye(connection) for connection in connections))
+        await asyncio.gather(*(connection.say_goodbye() for connection in connections))
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -179,25 +147,8 @@ class CoordinatorServer:
 
     # Accepting.
 
-    async def _accept(self, request: web.Request) -> _Connection:
-        peer = f"{request.path} from {request.remote}"
-        version = request.headers.get(VERSION_HEADER, "")
-        if not hmac.compare_digest(request.headers.get(TOKEN_HEADER, "").encode(), bearer(self._token).encode()):
-            logger.warning("refused %s: the token is not this job's", peer)
-            raise web.HTTPUnauthorized(text="the token is not this job's")
-        if version != str(wire.PROTOCOL_VERSION):
-            reason = f"expected protocol version {wire.PROTOCOL_VERSION}, got {version[:20]!r}"
-            logger.warning("refused %s: %s. Use one version of lightning_ft in all processes", peer, reason)
-            raise web.HTTPUpgradeRequired(text=reason)
-        websocket = web.WebSocketResponse(
-            timeout=_CLOSING_TIME_S, max_msg_size=wire.MAX_MESSAGE_BYTES, compress=False, autoping=True
-        )
-        await websocket.prepare(request)
-        tune(websocket, self._settings.heartbeat_timeout)
-        return _Connection(websocket, Outbox(websocket, peer), peer)
-
     async def _serve_member(self, request: web.Request) -> web.WebSocketResponse:
-        connection = await self._accept(request)
+        connection = await accept(request, self._token, self._settings.heartbeat_timeout)
         identity: Identity | None = None
         try:
             hello = await self._first(connection, (events.Hello, events.Ready))
@@ -205,10 +156,10 @@ class CoordinatorServer:
             self._attach_member(connection, identity)
             self._apply(hello)
             peer = wire.Peer(*identity)
-            while (text := await self._receive(connection)) is not None:
-                self._on_member_message(self._decode(text, wire.FROM_MEMBER, peer))
-        except _Refused as refusal:
-            await self._refuse(connection, str(refusal))
+            while (text := await connection.receive()) is not None:
+                self._on_member_message(_decode(text, wire.FROM_MEMBER, peer))
+        except RefusedError as refusal:
+            await connection.refuse(str(refusal))
         finally:
             connection.outbox.close()
             if identity is not None and self._members.get(identity) is connection:
@@ -219,18 +170,18 @@ class CoordinatorServer:
         return connection.websocket
 
     async def _serve_agent(self, request: web.Request) -> web.WebSocketResponse:
-        connection = await self._accept(request)
+        connection = await accept(request, self._token, self._settings.heartbeat_timeout)
         node: int | None = None
         try:
             hello = await self._first(connection, (wire.AgentHello,))
             node = hello.node
             self._attach_agent(connection, hello)
-            while (text := await self._receive(connection)) is not None:
-                message = self._decode(text, wire.FROM_AGENT, None)
+            while (text := await connection.receive()) is not None:
+                message = _decode(text, wire.FROM_AGENT, None)
                 if isinstance(message, events.Exited):
                     self._on_exited(message, node)
-        except _Refused as refusal:
-            await self._refuse(connection, str(refusal))
+        except RefusedError as refusal:
+            await connection.refuse(str(refusal))
         finally:
             connection.outbox.close()
             if node is not None and self._agents.get(node) is connection:
@@ -240,7 +191,7 @@ class CoordinatorServer:
                     logger.info("the agent of node %d disconnected", node)
         return connection.websocket
 
-    def _attach_member(self, connection: _Connection, identity: Identity) -> None:
+    def _attach_member(self, connection: Connection, identity: Identity) -> None:
         connection.peer = f"{identity[0]} (incarnation {identity[1]})"
         old = self._members.get(identity)
         self._members[identity] = connection
@@ -249,7 +200,7 @@ class CoordinatorServer:
         self._end_probe(identity)
         connection.send(wire.Welcome(self._settings.heartbeat_interval))
 
-    def _attach_agent(self, connection: _Connection, hello: wire.AgentHello) -> None:
+    def _attach_agent(self, connection: Connection, hello: wire.AgentHello) -> None:
         connection.peer = f"the agent of node {hello.node}"
         old = self._agents.get(hello.node)
         self._agents[hello.node] = connection
@@ -262,39 +213,15 @@ class CoordinatorServer:
 
     # Receiving.
 
-    async def _first(self, connection: _Connection, expect: tuple[type, ...]) -> Any:
+    async def _first(self, connection: Connection, expect: tuple[type, ...]) -> Any:
         try:
             async with asyncio.timeout(self._settings.heartbeat_timeout):
-                text = await self._receive(connection)
+                text = await connection.receive()
         except TimeoutError:
-            raise _Refused("no hello came in time") from None
+            raise RefusedError("no hello came in time") from None
         if text is None:
-            raise _Refused("the connection ended without a hello")
-        return self._decode(text, expect, None)
-
-    async def _receive(self, connection: _Connection) -> str | None:
-        """The next frame; None at the end of the connection."""
-        message = await connection.websocket.receive()
-        if connection.is_replaced:
-            return None
-        if message.type is WSMsgType.TEXT:
-            return str(message.data)
-        if message.type is WSMsgType.BINARY:
-            raise _Refused("a binary frame; all messages are text")
-        if message.type is WSMsgType.ERROR:
-            raise _Refused(f"a broken frame: {message.data}")
-        return None
-
-    def _decode(self, text: str, expect: tuple[type, ...], peer: wire.Peer | None) -> wire.Message:
-        try:
-            return wire.decode(text, expect=expect, peer=peer)
-        except wire.WireError as error:
-            raise _Refused(str(error)) from None
-
-    async def _refuse(self, connection: _Connection, reason: str) -> None:
-        logger.warning("closing the connection of %s: %s", connection.peer, reason)
-        connection.outbox.close()
-        await connection.websocket.close(code=WSCloseCode.POLICY_VIOLATION, message=reason.encode()[:120])
+            raise RefusedError("the connection ended without a hello")
+        return _decode(text, expect, None)
 
     def _on_member_message(self, message: wire.Message) -> None:
         if isinstance(message, wire.Report):
@@ -418,10 +345,9 @@ class CoordinatorServer:
         if task is not None:
             task.cancel()
 
-    async def _say_goodbye(self, connection: _Connection) -> None:
-        try:
-            async with asyncio.timeout(_CLOSING_TIME_S):
-                await connection.outbox.flush()
-                await connection.websocket.close(code=WSCloseCode.GOING_AWAY, message=b"the coordinator ends")
-        except TimeoutError:
-            cut(connection.websocket)
+
+def _decode(text: str, expect: tuple[type, ...], peer: wire.Peer | None) -> wire.Message:
+    try:
+        return wire.decode(text, expect=expect, peer=peer)
+    except wire.WireError as error:
+        raise RefusedError(str(error)) from None

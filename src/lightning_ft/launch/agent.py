@@ -1,4 +1,4 @@
-"""The agent: the process that a user starts. It starts one child per device, watches them, and ends with the job's status.
+"""The agent: the process that a user starts. It starts one child per device, and ends with the job's status.
 
 The agent of node 0 also hosts the coordinator. An agent is never a rank, so that every rank is as mortal as any other.
 What a child finds in its environment:
@@ -31,6 +31,7 @@ from lightning_ft.coordinator.server import CoordinatorServer
 from lightning_ft.errors import LaunchError
 from lightning_ft.event_log import EventLog
 from lightning_ft.launch import child as child_module
+from lightning_ft.launch.status import Exit, job_status
 
 logger = logging.getLogger("lightning_ft")
 
@@ -38,42 +39,6 @@ TERMINATION_GRACE_TIME_S = 30.0
 """How long a child that is asked to end may take; as torchrun's."""
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Exit:
-    """How one process ended. `status` is its exit code, or minus the signal's number."""
-
-    member: str
-    incarnation: int
-    status: int
-
-    @property
-    def detail(self) -> str:
-        """In words for a person."""
-        if self.status >= 0:
-            return f"exited with status {self.status}"
-        try:
-            return f"killed by {signal.Signals(-self.status).name}"
-        except ValueError:
-            return f"killed by signal {-self.status}"
-
-
-def job_status(exits: Sequence[Exit], released: frozenset[tuple[str, int]]) -> int:
-    """Exit status of a job.
-
-    Args:
-        exits: How its processes ended, in order of time.
-        released: The (member, incarnation) pairs that the coordinator let go after their last collective.
-    Returns: 0 if a released member succeeded and none failed; else the last failure's status, 128 + n for signal n.
-    """
-    finished = [exit.status for exit in exits if (exit.member, exit.incarnation) in released]
-    if finished and not any(finished):
-        return 0
-    failed = [exit.status for exit in exits if exit.status != 0]
-    if not failed:
-        return 0
-    return failed[-1] if failed[-1] > 0 else 128 - failed[-1]
 
 
 @dataclasses.dataclass(slots=True)
@@ -148,6 +113,7 @@ class Agent:
         """Start the children and stay until the job is over; no child survives this call.
 
         Returns: The job's exit status.
+
         Raises:
             LaunchError: The coordinator or a child could not be started; what was started is ended.
         """

@@ -42,7 +42,7 @@ def watch_agent() -> bool:
     fd = int(text)
     if not _is_pipe(fd):
         return False
-    os.set_inheritable(fd, False)
+    os.set_inheritable(fd, False)  # noqa: FBT003  (the standard library's order)
     agent_pid = os.environ.get(AGENT_PID_VARIABLE, "")
     if agent_pid.isdigit() and os.getppid() == int(agent_pid):
         die_with_parent(int(agent_pid))
@@ -82,7 +82,7 @@ def _exit_at_hangup(fd: int) -> None:
 
 def _become(arguments: list[str]) -> None:
     die_with_parent(int(arguments[0]))
-    os.execvp(arguments[1], arguments[1:])
+    os.execvp(arguments[1], arguments[1:])  # noqa: S606  (no shell is the point)
 
 
 if __name__ == "__main__":

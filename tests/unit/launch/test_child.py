@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from lightning_ft.launch import child
 
@@ -12,7 +13,7 @@ DEADLINE_S = 30
 
 WATCHED = f"""
 import os, signal, sys
-sys.path.insert(0, {os.path.dirname(child.__file__)!r})  # it needs nothing else of the package
+sys.path.insert(0, {str(Path(child.__file__).parent)!r})  # it needs nothing else of the package
 from child import watch_agent
 
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

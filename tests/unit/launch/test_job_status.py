@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ft.launch.agent import Exit, job_status
+from lightning_ft.launch.status import Exit, job_status
 
 EITHER = frozenset({("0/0", 1), ("0/1", 1)})
 ONLY_0 = frozenset({("0/0", 1)})
