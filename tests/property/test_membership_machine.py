@@ -151,12 +151,11 @@ class MembershipMachine(RuleBasedStateMachine):
         behind=st.sampled_from([0, 0, 0, 0, -1, 1]),
         completed=st.integers(4, 5),
         reason=st.sampled_from(["connection", "timeout", "join"]),
-        admits=st.booleans(),
     )
-    def park(self, member: str, incarnation: int, behind: int, completed: int, reason: str, admits: bool) -> None:
+    def park(self, member: str, incarnation: int, behind: int, completed: int, reason: str) -> None:
         """A member waits for a view."""
         generation = max(0, self.state.generation + behind)
-        self.feed(events.Parked(member, incarnation, generation, completed, reason, 6.0, admits))
+        self.feed(events.Parked(member, incarnation, generation, completed, reason, 6.0, reason == "join"))
 
     @rule(reason=st.sampled_from(["connection", "join"]))
     def everybody_parks(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""A model of one member (PROTOCOL.md, section 4): what the training and monitor thread do, without tensors or threads."""
+"""A model of one member (PROTOCOL.md, section 4): what its training and monitor threads do, without tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from lightning_ft.membership import effects, events, settle
 from lightning_ft.membership.events import Address
 
 if TYPE_CHECKING:
-    from simulation import Connection, Group, Simulation
+    from network import Connection, Group
+    from simulation import Simulation
 
 KINDS = ("gather", "reduction", "commit", "broadcast")
 
@@ -29,6 +30,9 @@ class Result:
     generation: int
     is_void: bool = False
     joins: bool = False
+
+
+OUTCOMES: dict[type, str] = {effects.Release: "released", effects.Evict: "evicted", effects.Stop: "stopped"}
 
 
 class Mode(enum.Enum):
@@ -116,18 +120,18 @@ class Member:
                 self._given_view(effect)
             case effects.NotifyLeaving():
                 self.notice = effect.completed if self.notice is None else min(self.notice, effect.completed)
-                if self.mode is Mode.IN_NUMBER and self.pending is not None and self.pending > self.notice:
-                    self.sever()
-                    self._fail("leave")
+                self._leave_noticed(self.notice)
             case effects.AnnounceJoin():
                 self.join_announced = True
-            case effects.Release():
-                assert self.mode is Mode.LEAVING or self.is_joiner, f"{self} released while {self.mode}"
-                self._end("released")
-            case effects.Evict():
-                self._end("evicted")
-            case effects.Stop():
-                self._end("stopped")
+            case effects.Release() | effects.Evict() | effects.Stop():
+                is_release = isinstance(effect, effects.Release)
+                assert not is_release or self.mode is Mode.LEAVING or self.is_joiner, f"released while {self.mode}"
+                self._end(OUTCOMES[type(effect)])
+
+    def _leave_noticed(self, notice: int) -> None:
+        if self.mode is Mode.IN_NUMBER and self.pending is not None and self.pending > notice:
+            self.sever()
+            self._fail("leave")
 
     def _suspended(self) -> None:
         self.sever()
@@ -234,14 +238,16 @@ class Member:
             rank = group.members.index(self.name)
             if rank in self.plan.laggards:
                 donor = self.plan.donor
-                assert donor is not None and self.pending == self.plan.target
+                assert donor is not None
+                assert self.pending == self.plan.target
                 self._adopt(group.payload(operation, group.members[donor]))
             self.issue(("confirm",))
         else:
             self._confirmed(group)
 
     def _adopt(self, result: object) -> None:
-        assert isinstance(result, Result) and self.pending is not None
+        assert isinstance(result, Result)
+        assert self.pending is not None
         self._final(self.pending, result)
 
     def _confirmed(self, group: Group) -> None:
@@ -302,7 +308,8 @@ class Member:
 
     def operation(self) -> tuple[object, ...]:
         """What it issues for its pending number in its present view."""
-        assert self.pending is not None and self.group is not None
+        assert self.pending is not None
+        assert self.group is not None
         return ("number", self.pending, self._is_unredoable(self.pending, self.group.members))
 
     def _is_unredoable(self, number: int, members: tuple[str, ...]) -> bool:

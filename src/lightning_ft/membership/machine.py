@@ -183,7 +183,7 @@ def _on_tick(turn: Turn, _: events.Tick) -> None:
     verdicts = dict(overdue)
     for name in in_order(verdicts):
         gone(turn, turn.state.members[name], *verdicts[name], is_proven=False)
-    # Again at each tick: a dying process may close its connection before its port, and then the first probe gets through.
+    # Again at each tick: a dying process may close its connection before its port, so the first probe gets through.
     for name in in_order([*doubtful, *verdicts]):
         member = turn.state.members[name]
         if member.address is not None and member.incarnation is not None:
@@ -251,7 +251,7 @@ def _live_sender(turn: Turn, event: _FromMember | events.Ready) -> Member | None
 
 
 def _is_stale(turn: Turn, member: Member, event: events.Parked | events.Leaving) -> bool:
-    """C5: whether the message bears another generation; then it is refused, and a sender that missed its view gets it."""
+    """C5: whether the message bears another generation; it is refused, and a sender that missed its view gets it."""
     if event.generation == turn.state.generation:
         return False
     if event.generation > turn.state.generation:

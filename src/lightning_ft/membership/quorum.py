@@ -53,7 +53,7 @@ def _leavers_are_needed(state: State) -> bool:
 def _minority(state: State, stayers: set[Status]) -> str:
     """Why the stayers may not outvote the others; empty if they may.
 
-    Against them vote the gone that may still run; the proven dead do not, nor do leavers, who promised to go on nowhere.
+    Against them vote the gone that may still run; not the proven dead, nor the leavers, who promised to go on nowhere.
     """
     tally = state.tally
     votes = tally.parked + (tally.leaving if Status.LEAVING in stayers else 0)

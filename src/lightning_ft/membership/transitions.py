@@ -63,8 +63,7 @@ def quorum_timeout_s(settings: Settings) -> float:
 def suspend(turn: Turn, member: str, reason: str, *, waited_s: float | None = None) -> None:
     """C1: the first park, or the first member that is gone, suspends the view.
 
-    Args:
-        waited_s: How long `member` had waited, if it is a timeout that suspends the view.
+    `waited_s` is how long `member` had waited, if it is a timeout that suspends the view.
     """
     generation = turn.state.generation
     turn.change(phase=Phase.SUSPENDED, hang_deadline_s=_hang_deadline_s(turn, waited_s))

@@ -1,9 +1,9 @@
 """Messages as JSON text: strict, versioned, table-driven.
 
-A message is a dataclass: the core's events and effects, and the few below that the core does not see. What the connection
-itself says is not repeated in each message: once `hello` or `ready` named the member at its end, the caller passes it as
-`peer`, and `decode` fills `member` and `incarnation` in. `heartbeat` means `Heartbeat` from a member and `AgentHeartbeat` from
-an agent; therefore `decode` is told which messages it may `expect`.
+A message is a dataclass: the core's events and effects, and the few below that the core does not see. What the
+connection itself says is not repeated in each message: once `hello` or `ready` named the member at its end, the caller
+passes it as `peer`, and `decode` fills `member` and `incarnation` in. `heartbeat` means `Heartbeat` from a member and
+`AgentHeartbeat` from an agent; therefore `decode` is told which messages it may `expect`.
 
 Source: PROTOCOL.md section 7. Both ends must have the same `PROTOCOL_VERSION`; unknown types and fields are errors.
 """
@@ -237,7 +237,7 @@ class _Field:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Schema:
-    """`implied` attributes are not on the wire: the connection says them. `names_peer` messages say them of themselves."""
+    """`implied` attributes are not on the wire, as the connection says them; a message that `names_peer` says them."""
 
     type_name: str
     message: Callable[..., Any]

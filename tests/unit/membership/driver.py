@@ -62,7 +62,9 @@ class Job:
         generation = self.state.generation if generation is None else generation
         return self.feed(events.Parked(member, incarnation, generation, completed, reason, waited_s, admits))
 
-    def leave(self, member: str, completed: int = 0, *, generation: int | None = None, incarnation: int = 1):
+    def leave(
+        self, member: str, completed: int = 0, *, generation: int | None = None, incarnation: int = 1
+    ) -> tuple[Effect, ...]:
         generation = self.state.generation if generation is None else generation
         return self.feed(events.Leaving(member, incarnation, generation, completed))
 

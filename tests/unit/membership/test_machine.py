@@ -455,7 +455,7 @@ def test_a_new_incarnation_joins_after_the_old_is_out() -> None:
 def test_joiners_that_vanish_are_forgotten() -> None:
     """Dropped, dead, silent, or leaving."""
     job = Job.running(A)
-    for vanish in (job.drop, job.exited, lambda member: job.leave(member)):
+    for vanish in (job.drop, job.exited, job.leave):
         job.ready("9/0")
         vanish("9/0")
         assert not job.state.joiners

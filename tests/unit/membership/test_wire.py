@@ -52,11 +52,19 @@ def test_every_message_is_tested() -> None:
 def test_fields_are_those_of_the_protocol() -> None:
     """The flattened address and the leaver's name, as PROTOCOL.md section 7 spells them."""
     assert json.loads(wire.encode(MESSAGES[0][0])) == {
-        "type": "hello", "member": "0/1", "incarnation": 3, "generation": 2, "host": "node0", "store_port": 4711, "pid": 99,
-    }  # fmt: skip
+        "type": "hello",
+        "member": "0/1",
+        "incarnation": 3,
+        "generation": 2,
+        "host": "node0",
+        "store_port": 4711,
+        "pid": 99,
+    }
     assert json.loads(wire.encode(effects.NotifyLeaving("0/1", "0/0", 7))) == {
-        "type": "leaving", "member": "0/0", "completed": 7,
-    }  # fmt: skip
+        "type": "leaving",
+        "member": "0/0",
+        "completed": 7,
+    }
 
 
 def test_internal_effects_do_not_travel() -> None:
@@ -75,8 +83,14 @@ def test_encode_rejects_what_decode_would() -> None:
 
 PARK = {"type": "park", "generation": 1, "completed": 2, "reason": "start", "waited_s": 0, "admits": False}
 HELLO = {
-    "type": "hello", "member": "0/1", "incarnation": 3, "generation": 0, "host": "h", "store_port": 1, "pid": 1,
-}  # fmt: skip
+    "type": "hello",
+    "member": "0/1",
+    "incarnation": 3,
+    "generation": 0,
+    "host": "h",
+    "store_port": 1,
+    "pid": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -154,19 +168,31 @@ def test_malformed_texts(text: str, problem: str) -> None:
     ("body", "expect", "problem"),
     [
         ({"type": "agent_hello", "node": 0, "incarnations": []}, wire.FROM_AGENT, "expected an object"),
-        ({"type": "exited", "member": "0/1", "incarnation": 1, "status": True, "detail": ""}, wire.FROM_AGENT, "exit code"),
+        (
+            {"type": "exited", "member": "0/1", "incarnation": 1, "status": True, "detail": ""},
+            wire.FROM_AGENT,
+            "exit code",
+        ),
         (
             {"type": "view", "generation": 1, "base": 0, "left": [], "joined": "x", "store_host": "h", "store_port": 1},
             wire.TO_MEMBER,
             "expected a list",
         ),
         (
-            {"type": "view", "generation": 1, "base": 0, "left": ["0/0"] * 2, "joined": [], "store_host": "h", "store_port": 1},
+            {
+                "type": "view",
+                "generation": 1,
+                "base": 0,
+                "left": ["0/0"] * 2,
+                "joined": [],
+                "store_host": "h",
+                "store_port": 1,
+            },
             wire.TO_MEMBER,
             "given twice",
         ),
     ],
-)  # fmt: skip
+)
 def test_malformed_fields(body: dict[str, object], expect: tuple[type, ...], problem: str) -> None:
     """Lists and objects are checked item by item."""
     with pytest.raises(wire.WireError, match=problem):
