@@ -444,7 +444,7 @@ def test_bad_frame_ends_its_connection_alone(
     park_all(clients)
     ended = asyncio.run(frames_of(coordinator.port, *frames))
     assert ended.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSING)
-    assert "closing the connection of" in caplog.text
+    until(lambda: "closing the connection of" in caplog.text, "the reason is logged")
     assert not suspended
     assert coordinator.generation == 1
     assert [view.view.generation for view in park_all(clients, 3, "connection")] == [2, 2]

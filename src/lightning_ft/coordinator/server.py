@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -72,7 +72,7 @@ class CoordinatorServer:
         self._probes: dict[Identity, asyncio.Task[None]] = {}
         self._released: set[Identity] = set()
         self._refusals: dict[str, str] = {}
-        self._connections_changed = asyncio.Event()
+        self._changed = asyncio.Event()
         self._runner: web.AppRunner | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -138,8 +138,14 @@ class CoordinatorServer:
     async def wait_for_others(self, own_node: int) -> None:
         """Wait until no member and no other node's agent is connected."""
         while self._members or set(self._agents) - {own_node}:
-            self._connections_changed.clear()
-            await self._connections_changed.wait()
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def wait_for_exits(self, identities: Collection[Identity]) -> None:
+        """Wait until an agent has reported the end of all these processes."""
+        while not set(identities) <= {(ended.member, ended.incarnation) for ended in self.exits}:
+            self._changed.clear()
+            await self._changed.wait()
 
     def record(self, event: str, member: str | None = None, **fields: Any) -> None:
         """Append a line about the current generation to the event log."""
@@ -164,7 +170,7 @@ class CoordinatorServer:
             connection.outbox.close()
             if identity is not None and self._members.get(identity) is connection:
                 del self._members[identity]
-                self._connections_changed.set()
+                self._changed.set()
                 if not self._is_closing:
                     self._apply(events.Disconnected(*identity))
         return connection.websocket
@@ -186,7 +192,7 @@ class CoordinatorServer:
             connection.outbox.close()
             if node is not None and self._agents.get(node) is connection:
                 del self._agents[node]
-                self._connections_changed.set()
+                self._changed.set()
                 if not self._is_closing:
                     logger.info("the agent of node %d disconnected", node)
         return connection.websocket
@@ -251,6 +257,7 @@ class CoordinatorServer:
         if any((seen.member, seen.incarnation) == identity for seen in self.exits):
             return  # an agent that reconnects says again what may have been lost
         self.exits.append(exited)
+        self._changed.set()
         self._kills.pop(identity, None)
         self._end_probe(identity)
         self._apply(exited)

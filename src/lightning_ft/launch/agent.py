@@ -23,7 +23,8 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any
 
 from lightning_ft.config import ENV_PREFIX, Settings, parse_endpoint
 from lightning_ft.coordinator.agent_client import AgentClient
@@ -32,6 +33,7 @@ from lightning_ft.errors import LaunchError
 from lightning_ft.event_log import EventLog
 from lightning_ft.launch import child as child_module
 from lightning_ft.launch.status import Exit, job_status
+from lightning_ft.membership.ids import in_order
 
 logger = logging.getLogger("lightning_ft")
 
@@ -64,7 +66,7 @@ class Agent:
         node: Number of this node.
         num_slots: How many members this node has.
         settings: The job's settings.
-        expected_members: Logical ids of all members the job starts with, in the order of their first ranks.
+        expected_members: Logical ids of all members the job starts with; sorted, they are the first ranks.
         host_coordinator: Whether the coordinator runs in this process.
         event_log: Where events go; None: a log at `settings.event_log`.
         cwd: Directory that the commands run in; None: this process's.
@@ -90,13 +92,14 @@ class Agent:
         self._node = node
         self._num_slots = num_slots
         self._settings = settings
-        self._expected = tuple(expected_members)
+        self._expected = in_order(expected_members)
         self._host_coordinator = host_coordinator
         self._event_log = event_log if event_log is not None else EventLog(settings.event_log)
         self._cwd = cwd
         self._grace_s = termination_grace_time
         self._token = os.environ.get(f"{ENV_PREFIX}TOKEN") or secrets.token_urlsafe(32)
         self._children: dict[str, _Child] = {}
+        self._watchers: set[asyncio.Task[None]] = set()
         self._exits: list[Exit] = []
         self._server: CoordinatorServer | None = None
         self._client: AgentClient | None = None
@@ -124,9 +127,9 @@ class Agent:
                 self._client = AgentClient(endpoint, self._token, self._node, self._settings, self._kill)
                 self._client.start()
                 try:
-                    watchers = await self._start_children(endpoint, read_fd)
+                    await self._start_children(endpoint, read_fd)
                     self._release_early_signals()
-                    await self._wait(watchers)
+                    await self._wait()
                 finally:
                     await self._end_children()
                 return await self._finish()
@@ -157,13 +160,11 @@ class Agent:
         self._event_log.write("job_started", generation=0, members=list(self._expected), settings=shown)
         return configured if configured is not None else f"127.0.0.1:{port}"
 
-    async def _start_children(self, endpoint: str, read_fd: int) -> list[asyncio.Task[None]]:
+    async def _start_children(self, endpoint: str, read_fd: int) -> None:
         common = self._common_environment(endpoint, read_fd)
-        watchers = []
         for slot in range(self._num_slots):
             child = await self._start_child(slot, 1, common, read_fd)
-            watchers.append(asyncio.create_task(self._watch(child)))
-        return watchers
+            self._watchers.add(asyncio.create_task(self._watch(child)))
 
     async def _start_child(self, slot: int, incarnation: int, common: Mapping[str, str], read_fd: int) -> _Child:
         member = self._member(slot)
@@ -228,36 +229,29 @@ class Agent:
         if self._client is not None:
             self._client.exited(ended.member, ended.incarnation, ended.status, ended.detail)
 
-    async def _wait(self, watchers: Sequence[asyncio.Task[None]]) -> None:
-        all_ended = asyncio.gather(*watchers)
+    async def _wait(self) -> None:
+        """Stay until all children ended, or had their time to do so after the coordinator gave the job up."""
         if self._server is None:
-            await all_ended
+            await asyncio.wait(self._watchers)
             return
+        all_ended = asyncio.create_task(asyncio.wait(self._watchers))
         stopped = asyncio.create_task(self._server.stopped.wait())
-        try:
-            await asyncio.wait((all_ended, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if self._server.is_failed:  # the members were told; they say why and exit by themselves
-                await asyncio.wait((all_ended,), timeout=self._grace_s)
-            else:  # whoever was released may take its time
-                await all_ended
-        finally:
-            stopped.cancel()
-            if not all_ended.done():
-                all_ended.cancel()
+        await asyncio.wait((all_ended, stopped), return_when=asyncio.FIRST_COMPLETED)
+        # Members of a failed job were told, say why and exit by themselves. Whoever was released may take its time.
+        await asyncio.wait((all_ended,), timeout=self._grace_s if self._server.is_failed else None)
+        all_ended.cancel()
+        stopped.cancel()
 
     async def _end_children(self) -> None:
         """Ask the children that are left to end, then make them."""
-        if not self._alive():
+        if not self._watchers:
             return
         for child in self._alive():
             logger.warning("[%s] process %d is still running; asking it to end", child.member, child.process.pid)
         self._forward(signal.SIGTERM)
-        waits = [asyncio.create_task(child.process.wait()) for child in self._alive()]
-        if waits:
-            await asyncio.wait(waits, timeout=self._grace_s)
+        await asyncio.wait(self._watchers, timeout=self._grace_s)
         self._kill_all()
-        if waits:
-            await asyncio.wait(waits)
+        await asyncio.wait(self._watchers)
 
     async def _finish(self) -> int:
         """Deliver the last exits; stay for the other nodes if they need our coordinator."""
@@ -265,16 +259,21 @@ class Agent:
             await self._client.flush(self._settings.heartbeat_timeout)
         if self._server is None:
             return job_status(self._exits, frozenset((e.member, e.incarnation) for e in self._exits if e.status == 0))
-        others = asyncio.create_task(self._server.wait_for_others(self._node))
-        given_up = asyncio.create_task(self._given_up.wait())
+        mine = [(ended.member, ended.incarnation) for ended in self._exits]
+        await self._unless_given_up(self._server.wait_for_exits(mine), self._settings.heartbeat_timeout)
+        # The agents of other nodes end with their members; those of a failed job are not waited for for ever.
         patience_s = self._grace_s if self._server.is_failed else None
-        await asyncio.wait((others, given_up), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-        others.cancel()
-        given_up.cancel()
-        exits = [Exit(e.member, e.incarnation, e.status) for e in self._server.exits]
-        status = job_status(exits, self._server.released)
+        await self._unless_given_up(self._server.wait_for_others(self._node), patience_s)
+        others = [Exit(e.member, e.incarnation, e.status) for e in self._server.exits if e.member not in self._children]
+        status = job_status([*others, *self._exits], self._server.released)
         self._event_log.write("job_finished", generation=self._server.generation, status=status)
         return status
+
+    async def _unless_given_up(self, waiting: Coroutine[Any, Any, None], patience_s: float | None) -> None:
+        tasks = (asyncio.create_task(waiting), asyncio.create_task(self._given_up.wait()))
+        await asyncio.wait(tasks, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
 
     async def _close(self) -> None:
         if self._client is not None:
@@ -310,15 +309,16 @@ class Agent:
         if self._early_signals is not None:
             self._early_signals.append(number)  # some children don't exist yet
             return
+        if not self._alive():
+            if number in (signal.SIGINT, signal.SIGTERM):
+                self._given_up.set()  # only other nodes are waited for
+            return
         if number == signal.SIGINT:
             self._num_interrupts += 1
             if self._num_interrupts > 1:
                 logger.warning("second SIGINT: killing %d processes", len(self._alive()))
                 self._kill_all()
                 return
-        if not self._alive() and number in (signal.SIGINT, signal.SIGTERM):
-            self._given_up.set()  # only other nodes are waited for
-            return
         logger.info("passing %s on to %d processes", number.name, len(self._alive()))
         self._forward(number)
 
@@ -334,7 +334,7 @@ class Agent:
         finally:
             for number in taken:
                 loop.remove_signal_handler(number)
-                signal.signal(number, before[number])
+                signal.signal(number, before[number] or signal.SIG_DFL)
 
 
 def run_agent(
