@@ -83,6 +83,8 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self.ring = ring
         self.sequence = sequence
         self._is_direct = False
+        self._group_name = ""
+        self._group_desc = ""
 
     # -- who is in it -----------------------------------------------------------------------------------------------
 
@@ -107,6 +109,25 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return "ft"
 
     getBackendName = name  # noqa: N815 - what C++ calls
+
+    # torch keeps a group's name in its backends, and this group has none.
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._group_desc = description
+
+    def getGroupName(self) -> str:  # noqa: N802 - what C++ calls
+        """Return the name under which torch knows this group."""
+        return self._group_name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - what C++ calls
+        """Return the description given to new_group."""
+        return self._group_desc
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     def shutdown(self) -> None:
         """Leave the job (WORLD) or forget the group (a sub-group); called by destroy_process_group."""
@@ -206,6 +227,9 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         opts = _options(opts, dist.ReduceScatterOptions)
         slots = list(tensor.contiguous().view(self.size(), -1))
         return self.reduce_scatter([output.view(-1)], [slots], opts)
+
+    all_gather_single = _allgather_base  # their names from torch 2.13 on
+    reduce_scatter_single = _reduce_scatter_base
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all members."""
