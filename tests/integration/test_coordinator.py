@@ -416,6 +416,36 @@ def test_stranger_is_refused(
     assert not seen
 
 
+UPGRADE = (
+    f"GET {MEMBER_PATH} HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+    f"{VERSION_HEADER}: {wire.PROTOCOL_VERSION}\r\nAuthorization: Bearer "
+).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "answer"),
+    [
+        (b"\x16\x03\x01 hello, is this TLS?\r\n\r\n", b"HTTP/1.0 400"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 404"),
+        (UPGRADE + b"\xff\xfe\r\n\r\n", b"HTTP/1.1 401"),
+        (UPGRADE + TOKEN.encode() + b"\r\n\r\n\xff\xff\xff\xff", b"HTTP/1.1 101"),
+    ],
+    ids=["no-http", "other-path", "token-in-no-encoding", "broken-websocket"],
+)
+def test_garbage_disturbs_nobody(stage: Stage, data: bytes, answer: bytes) -> None:
+    """Whatever a port scanner sends ends its own connection."""
+    coordinator = stage.coordinator(PATIENT, "0/0", "0/1")
+    suspended: list[int] = []
+    clients = [stage.client(coordinator, f"0/{slot}", on_suspend=suspended.append) for slot in range(2)]
+    park_all(clients)
+    with socket.create_connection(("127.0.0.1", coordinator.port), timeout=DEADLINE_S) as stranger:
+        stranger.sendall(data)
+        assert stranger.recv(len(answer)) == answer
+    assert not suspended
+    assert [view.view.generation for view in park_all(clients, 3, "connection")] == [2, 2]
+
+
 BAD_FRAMES: dict[str, tuple[str | bytes, ...]] = {
     "not-json": ("{",),
     "not-an-object": ("[]",),

@@ -94,7 +94,8 @@ async def accept(request: web.Request, token: str, timeout_s: float) -> Connecti
         web.HTTPException: The token is not the job's (401), or the protocol version is another (426).
     """
     peer = f"{request.path} from {request.remote}"
-    if not hmac.compare_digest(request.headers.get(TOKEN_HEADER, "").encode(), bearer(token).encode()):
+    given = request.headers.get(TOKEN_HEADER, "").encode(errors="surrogateescape")
+    if not hmac.compare_digest(given, bearer(token).encode()):
         logger.warning("refused %s: the token is not this job's", peer)
         raise web.HTTPUnauthorized(text="the token is not this job's")
     version = request.headers.get(VERSION_HEADER, "")

@@ -194,7 +194,7 @@ class CoordinatorServer:
                 del self._agents[node]
                 self._changed.set()
                 if not self._is_closing:
-                    logger.info("the agent of node %d disconnected", node)
+                    logger.debug("the agent of node %d disconnected", node)
         return connection.websocket
 
     def _attach_member(self, connection: Connection, identity: Identity) -> None:
