@@ -297,6 +297,11 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def on_predict_end(self) -> None:
         self._evaluation_ends("predict")
 
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        reach("evaluation.batch")
+        return super().validation_step(*args, **kwargs)
+
     def _evaluation_starts(self) -> None:
         reach("evaluation.start")
         self._evaluated_by = () if self.group is None else self.group.members

@@ -87,13 +87,25 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-@contextlib.contextmanager
 def running(
     out: pathlib.Path, num_members: int, program: Sequence[str], environment: Mapping[str, str] | None = None
-) -> Iterator[Job]:
-    """Start a job of a program in `programs/`; whatever happens, nothing of it is left at the end."""
-    out.mkdir(parents=True, exist_ok=True)
+) -> contextlib.AbstractContextManager[Job]:
+    """Start members that run a program in `programs/`, under an agent that does nothing else."""
     command = [sys.executable, str(PROGRAMS / program[0]), str(out), *program[1:]]
+    return _running(out, [sys.executable, "-c", _AGENT, str(num_members), *command], environment)
+
+
+def running_script(
+    out: pathlib.Path, program: Sequence[str], environment: Mapping[str, str] | None = None
+) -> contextlib.AbstractContextManager[Job]:
+    """Start a program in `programs/` as a user would: its Trainer becomes the agent."""
+    return _running(out, [sys.executable, str(PROGRAMS / program[0]), str(out), *program[1:]], environment)
+
+
+@contextlib.contextmanager
+def _running(out: pathlib.Path, command: Sequence[str], environment: Mapping[str, str] | None) -> Iterator[Job]:
+    """Whatever happens, nothing of the job is left at the end."""
+    out.mkdir(parents=True, exist_ok=True)
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -103,7 +115,7 @@ def running(
     }
     with (out / "output.txt").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", _AGENT, str(num_members), *command],
+            command,
             env=environ,
             stdout=output,
             stderr=subprocess.STDOUT,

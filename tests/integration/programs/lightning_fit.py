@@ -1,0 +1,173 @@
+"""A small Lightning run that writes down everything a checker needs.
+
+    lightning_fit.py OUT [--strategy ft_ddp|ddp] [--devices N] [--case NAME]... [--epochs N] [--workers N] [--logger csv|tensorboard]
+
+Cases train one after the other in the same processes: `adamw`, `batchnorm`, `accumulate`, `manual`. Each member appends JSON
+lines to OUT/<node>-<slot>.jsonl; rank 0 saves OUT/<case>.pt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import time
+from typing import Any
+
+import lightning as L
+import lightning_ft
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def dataset(length: int, seed: int) -> TensorDataset:
+    """Return a classification problem that a linear rule nearly solves."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(length, 16, generator=generator)
+    return TensorDataset(x, x[:, :4].argmax(dim=1), torch.arange(length))
+
+
+class Classifier(L.LightningModule):
+    """Two layers; `case` chooses what is special."""
+
+    def __init__(self, case: str, write: Any) -> None:
+        super().__init__()
+        self.case = case
+        self.write = write
+        norm = torch.nn.BatchNorm1d(64) if case == "batchnorm" else torch.nn.Identity()
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), norm, torch.nn.ReLU(), torch.nn.Linear(64, 4))
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=4)
+        self.automatic_optimization = case != "manual"
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Write which samples were used; the reduction happens in backward."""
+        x, y, index = batch
+        self.write(event="training_step", case=self.case, step=self.global_step, batch=batch_idx, index=index.tolist())
+        loss = torch.nn.functional.cross_entropy(self.net(x), y)
+        self.log("loss", loss)
+        if not self.automatic_optimization:
+            first, second = self.optimizers()  # type: ignore[misc]
+            first.zero_grad()
+            second.zero_grad()
+            self.manual_backward(loss)
+            first.step()
+            second.step()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log a synchronised loss and a torchmetrics metric."""
+        x, y, _ = batch
+        logits = self.net(x)
+        self.log("val_loss", torch.nn.functional.cross_entropy(logits, y), sync_dist=True)
+        self.accuracy(logits, y)
+        self.log("val_accuracy", self.accuracy)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """As validation."""
+        x, y, _ = batch
+        self.accuracy(self.net(x), y)
+        self.log("test_accuracy", self.accuracy)
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW, or SGD with momentum; two for manual optimization."""
+        if self.case == "manual":
+            half = list(self.net[0].parameters())
+            rest = list(self.net[3].parameters())
+            return [torch.optim.SGD(half, lr=0.05), torch.optim.AdamW(rest, lr=0.01)]
+        if self.case == "batchnorm":
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Recorder(L.Callback):
+    """Writes the weights' hash after every step, and what the trainer thinks of it."""
+
+    def __init__(self, write: Any) -> None:
+        self.write = write
+
+    def on_fit_start(self, trainer: L.Trainer, module: Classifier) -> None:
+        """Called in members only: the agent never gets here."""
+        self.write(event="start", pid=os.getpid(), version=lightning_ft.__version__)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Classifier, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called once per batch."""
+        digest = hashlib.sha256()
+        for parameter in module.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        self.write(
+            event="batch",
+            case=module.case,
+            epoch=trainer.current_epoch,
+            batch=batch_idx,
+            step=trainer.global_step,
+            hash=digest.hexdigest()[:16],
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+        )
+
+    def on_validation_end(self, trainer: L.Trainer, module: Classifier) -> None:
+        """Write the metrics, which must be the same on all ranks."""
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+        self.write(event="validated", case=module.case, step=trainer.global_step, metrics=metrics)
+
+
+def main() -> None:
+    """Train each case."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--strategy", default="ft_ddp")
+    parser.add_argument("--devices", type=int, default=3)
+    parser.add_argument("--case", action="append")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--logger", default="csv")
+    parser.add_argument("--test", action="store_true")
+    arguments = parser.parse_args()
+    slot = os.environ.get("LOCAL_RANK", "0")
+    log = (arguments.out / f"0-{slot}.jsonl").open("a")
+
+    def write(**line: object) -> None:
+        log.write(json.dumps({"time": time.time(), **line}) + "\n")
+        log.flush()
+
+    torch.set_num_threads(1)
+    for case in arguments.case or ["adamw"]:
+        L.seed_everything(7, verbose=False)
+        make_logger = CSVLogger if arguments.logger == "csv" else TensorBoardLogger
+        trainer = L.Trainer(
+            strategy=arguments.strategy,
+            devices=arguments.devices,
+            accelerator="cpu",
+            max_epochs=arguments.epochs,
+            accumulate_grad_batches=3 if case == "accumulate" else 1,
+            logger=make_logger(arguments.out / "logs", name=case),
+            log_every_n_steps=1,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[
+                Recorder(write),
+                ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{step}"),
+            ],
+        )
+        module = Classifier(case, write)
+        loader = DataLoader(
+            dataset(480, 1), batch_size=8, shuffle=True, num_workers=arguments.workers, persistent_workers=arguments.workers > 0
+        )
+        trainer.fit(module, loader, DataLoader(dataset(120, 2), batch_size=10))
+        if arguments.test:
+            results = trainer.test(module, DataLoader(dataset(120, 3), batch_size=10), verbose=False)
+            write(event="tested", case=case, results=results)
+        if trainer.is_global_zero:
+            torch.save(module.state_dict(), arguments.out / f"{case}.pt")
+            best = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+            write(event="saved", case=case, best=best, keys=len(torch.load(best, weights_only=True)["state_dict"]))
+    write(event="end", rank=trainer.global_rank)
+
+
+if __name__ == "__main__":
+    main()
