@@ -1,0 +1,121 @@
+"""From SIGKILL to the survivors' next committed step: 4 ranks, a small model, plain PyTorch on `ft`.
+
+    python benchmarks/recovery.py [--kills 50]
+
+Beside it the same loop under torchrun, which restarts all ranks from a checkpoint of the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.integration import jobs  # noqa: E402
+
+MEMBERS = tuple(f"0/{slot}" for slot in range(4))
+
+
+def measure_ours(directory: pathlib.Path, seed: int) -> list[dict[str, float]]:
+    """Kill three of four members one after the other, and return the phases of each recovery, seconds."""
+    chance = random.Random(seed)
+    results = []
+    alive = list(MEMBERS)
+    with jobs.running(directory, 4, ["plain_loop.py", "100000"]) as job:
+        job.wait_until(lambda: all(len(job.records(member)) > 20 for member in MEMBERS))
+        for _ in range(3):
+            time.sleep(chance.uniform(0.2, 0.6))  # a moment without meaning to the job
+            victim = alive.pop(chance.randrange(len(alive)))
+            num_recovered = _count(job, "recovered")
+            killed_s = time.time()
+            job.kill(victim)
+            job.wait_until(lambda before=num_recovered: _count(job, "recovered") > before)  # type: ignore[misc]
+            views = [event["time"] for event in job.events() if event["event"] == "view_committed"]
+            since_s = next(view for view in views if view > killed_s)
+            job.wait_until(lambda: all(_next_commit(job, member, since_s) for member in alive))
+            events = [event for event in job.events() if event["time"] > killed_s]
+            suspended_s = next(event["time"] for event in events if event["event"] == "view_suspended")
+            recovered = next(event for event in events if event["event"] == "recovered")
+            results.append(
+                {
+                    "total": max(_next_commit(job, member, since_s) for member in alive) - killed_s,
+                    "detect": suspended_s - killed_s,
+                    "park": recovered["park_s"],
+                    "rebuild": recovered["rebuild_s"],
+                    "settle": recovered["settle_s"],
+                }
+            )
+    return results
+
+
+def _count(job: jobs.Job, name: str) -> int:
+    return sum(event["event"] == name for event in job.events())
+
+
+def _next_commit(job: jobs.Job, member: str, since_s: float) -> float:
+    return next((line["time"] for line in job.records(member) if line["event"] == "committed" and line["time"] > since_s), 0.0)
+
+
+def measure_torchrun(directory: pathlib.Path) -> float:
+    """Kill one of four torchrun workers; return the seconds until the next step of the restarted job."""
+    directory.mkdir(parents=True, exist_ok=True)
+    program = ROOT / "benchmarks" / "programs" / "torchrun_loop.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--max-restarts", "3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (directory / "output.txt").open("wb") as output:
+        process = subprocess.Popen([*command, str(program), str(directory)], env=environment, stdout=output, stderr=output)
+    try:
+        deadline_s = time.monotonic() + 120
+        while len(lines := jobs.read_lines(directory / "1.jsonl")) < 30:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError((directory / "output.txt").read_text())
+            time.sleep(0.05)
+        killed_s = time.time()
+        os.kill(lines[0]["pid"], signal.SIGKILL)
+        while not any(line["time"] > killed_s + 0.5 for line in (lines := jobs.read_lines(directory / "0.jsonl"))):
+            if time.monotonic() > deadline_s:
+                raise RuntimeError((directory / "output.txt").read_text())
+            time.sleep(0.05)
+        first_s: float = next(line["time"] for line in lines if line["time"] > killed_s + 0.5)
+        return first_s - killed_s
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    arguments = parser.parse_args()
+    results: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = pathlib.Path(name)
+        seed = 0
+        while len(results) < arguments.kills:
+            results += measure_ours(directory / str(seed), seed)
+            seed += 1
+        restart_s = measure_torchrun(directory / "torchrun")
+    print(f"| {len(results)} kills, 4 ranks | median, ms | 99th percentile, ms | maximum, ms |")
+    print("|---|---|---|---|")
+    for phase in ("total", "detect", "park", "rebuild", "settle"):
+        values = sorted(result[phase] * 1e3 for result in results)
+        p99 = statistics.quantiles(values, n=100, method="inclusive")[98]
+        print(f"| {phase} | {statistics.median(values):.1f} | {p99:.1f} | {values[-1]:.1f} |")
+    print(f"\ntorchrun, restart of all ranks from a checkpoint of the last step: {restart_s:.2f} s, one kill")
+    print(json.dumps({"totals_ms": [round(result["total"] * 1e3, 1) for result in results]}))
+
+
+if __name__ == "__main__":
+    main()
