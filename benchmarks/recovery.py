@@ -64,17 +64,30 @@ def _count(job: jobs.Job, name: str) -> int:
 
 
 def _next_commit(job: jobs.Job, member: str, since_s: float) -> float:
-    return next((line["time"] for line in job.records(member) if line["event"] == "committed" and line["time"] > since_s), 0.0)
+    return next(
+        (line["time"] for line in job.records(member) if line["event"] == "committed" and line["time"] > since_s), 0.0
+    )
 
 
 def measure_torchrun(directory: pathlib.Path) -> float:
     """Kill one of four torchrun workers; return the seconds until the next step of the restarted job."""
     directory.mkdir(parents=True, exist_ok=True)
     program = ROOT / "benchmarks" / "programs" / "torchrun_loop.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--max-restarts", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "--max-restarts",
+        "3",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (directory / "output.txt").open("wb") as output:
-        process = subprocess.Popen([*command, str(program), str(directory)], env=environment, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            [*command, str(program), str(directory)], env=environment, stdout=output, stderr=output
+        )
     try:
         deadline_s = time.monotonic() + 120
         while len(lines := jobs.read_lines(directory / "1.jsonl")) < 30:

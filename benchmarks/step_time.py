@@ -25,7 +25,12 @@ def run(strategy: str, size: str, directory: str) -> dict[str, float]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_DIR": directory}
     arguments = [strategy, *map(str, SIZES[size])]
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(PROGRAM), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
@@ -40,7 +45,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     arguments = parser.parse_args()
-    print("| model | step of ddp | step time, ratio (range) | memory after the third step, ratio | peak memory, ratio |")
+    print(
+        "| model | step of ddp | step time, ratio (range) | memory after the third step, ratio | peak memory, ratio |"
+    )
     print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         for size in arguments.sizes:

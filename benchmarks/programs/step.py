@@ -1,6 +1,6 @@
 """One Lightning run for step_time.py: prints a JSON line with rank 0's step times and memory.
 
-    step.py STRATEGY DEVICES WIDTH DEPTH BATCH STEPS
+step.py STRATEGY DEVICES WIDTH DEPTH BATCH STEPS
 """
 
 from __future__ import annotations
@@ -77,7 +77,11 @@ def main() -> None:
         callbacks=[clock],
         default_root_dir=os.environ.get("BENCH_DIR"),
     )
-    data = torch.randn(batch * steps * devices, width) if width * batch * steps < 50_000_000 else torch.randn(batch, width).expand(steps * devices, batch, width).reshape(-1, width)
+    data = (
+        torch.randn(batch * steps * devices, width)
+        if width * batch * steps < 50_000_000
+        else torch.randn(batch, width).expand(steps * devices, batch, width).reshape(-1, width)
+    )
     trainer.fit(Model(width, depth), torch.utils.data.DataLoader(data, batch_size=batch))
     if trainer.is_global_zero:
         laps = [after - before for before, after in zip(clock.times[10:], clock.times[11:], strict=False)]

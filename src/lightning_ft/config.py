@@ -83,7 +83,7 @@ class Settings:
                     values[field.name] = _read(variable, environ[variable], _READERS[field.name])
                     break
         if arguments:
-            raise ValueError(f"unknown setting {sorted(arguments)[0]!r}; known are {sorted(_READERS)}")
+            raise ValueError(f"unknown setting {min(arguments)!r}; known are {sorted(_READERS)}")
         return cls(**values)
 
 

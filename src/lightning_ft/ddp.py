@@ -1,6 +1,7 @@
 """The transactional reduction: DistributedDataParallel whose step is finished by the survivors.
 
-Each backward ends with two numbered collectives, the reduction of all gradients and the commit (PROTOCOL.md, section 5).
+Each backward ends with two numbered collectives, the reduction of all gradients and the commit (PROTOCOL.md,
+section 5).
 Private API read in torch 2.13.0: `_execution_engine.queue_callback` and `DistributedDataParallel.
 _distributed_broadcast_coalesced` (tests/unit/test_ddp.py fails clearly if they change).
 """
@@ -25,7 +26,8 @@ from lightning_ft.faultpoints import reach
 
 CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Any]]
 
-_ENGINE = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_ENGINE = torch.autograd.Variable._execution_engine
+_GroupBase: Any = dist.ProcessGroup  # torch's stubs know neither Python subclasses nor their methods' plain signatures
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,12 +99,13 @@ class GradientReduction(Operation):
             part.work = place.group.allreduce([tensor])
 
     def start(self, place: Place) -> Sequence[dist.Work]:
+        """Take over what was started early, or issue all; a hook runs in `finish`."""
         if self._hook is not None:
             return []
-        works = [part.work for part in self._parts]
+        works = [part.work for part in self._parts if part.work is not None]
         for part in self._parts:
             part.work = None
-        if place.generation == self._early_generation and all(work is not None for work in works):
+        if place.generation == self._early_generation and len(works) == len(self._parts):
             return works
         self._early_generation = None
         for part in self._parts:
@@ -110,6 +113,7 @@ class GradientReduction(Operation):
         return [place.group.allreduce([part.tensor]) for part in self._parts]
 
     def finish(self, place: Place) -> None:
+        """Run the hook, from the state that it had before the first try."""
         if self._hook is None or self._hook_state is None:
             return
         state, hook = self._hook
@@ -126,9 +130,11 @@ class GradientReduction(Operation):
                     part.tensor.copy_(reduced.view_as(part.tensor))
 
     def payload(self) -> list[Tensor]:
+        """Return the tensors in place: nothing changes them before the commit is final."""
         return [part.tensor for part in self._parts]
 
     def receive_into(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the tensors in place."""
         own = [part.tensor.nbytes for part in self._parts]
         if list(sizes) != own:
             raise ProtocolViolationError(
@@ -170,8 +176,8 @@ class _HookState:
         self._is_used = True
 
 
-class _ReducerGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """What DDP's reducer sees of WORLD: its map of used parameters joins the reduction, its broadcasts have any root."""
+class _ReducerGroup(_GroupBase):  # type: ignore[misc]
+    """What DDP's reducer sees of WORLD: its map of used parameters joins the reduction, broadcasts have any root."""
 
     def __init__(self, world: FaultTolerantProcessGroup, add_map: Callable[[Tensor], dist.Work]) -> None:
         super().__init__(world.rank(), world.size())
@@ -199,7 +205,7 @@ class _ReducerGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._world.allgather(outputs, inputs, opts)
 
 
-class _MapWork(dist.Work):  # type: ignore[misc]
+class _MapWork(dist.Work):
     """DDP asks for the map before the end of backward: the whole step is finished then."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
@@ -214,13 +220,14 @@ class _MapWork(dist.Work):  # type: ignore[misc]
 class FaultTolerantDDP(DistributedDataParallel):
     """DistributedDataParallel on backend `ft`: `backward` returns with the average over the members that survived it.
 
-    All communication of the step is final when `backward` returns, so that what follows (clipping, the optimizer) is done
-    by every survivor with bitwise the same gradients.
+    All communication of the step is final when `backward` returns, so that what follows (clipping, the optimizer) is
+    done by every survivor with bitwise the same gradients.
 
     Args:
         module: As for DistributedDataParallel.
-        **kwargs: As for DistributedDataParallel, but: `gradient_as_bucket_view` is always on (with the local copy, as
-            much memory as DDP takes by default); `mixed_precision` and a `process_group` other than WORLD are refused.
+        **kwargs: As for DistributedDataParallel, but: `gradient_as_bucket_view` is always on (with the local copy,
+            as much memory as DDP takes by default); `mixed_precision` and a `process_group` other than WORLD are
+            refused.
 
     Attributes:
         on_commit: Called with the StepCommit at the end of each backward that reduces.
@@ -234,7 +241,9 @@ class FaultTolerantDDP(DistributedDataParallel):
     def __init__(self, module: torch.nn.Module, **kwargs: Any) -> None:
         world = dist.group.WORLD
         if not isinstance(world, FaultTolerantProcessGroup):
-            raise ValueError("FaultTolerantDDP needs torch.distributed.init_process_group('ft') first")
+            raise ValueError(  # noqa: TRY004 - the caller's order of calls is wrong, not a type
+                "FaultTolerantDDP needs torch.distributed.init_process_group('ft') first"
+            )
         if kwargs.pop("process_group", None) not in (None, world):
             raise ValueError("FaultTolerantDDP reduces over WORLD; process_group must be None")
         if kwargs.get("mixed_precision") is not None:
@@ -268,8 +277,8 @@ class FaultTolerantDDP(DistributedDataParallel):
         if len(set(found)) > 1:
             ranks = [rank for rank, digest in enumerate(found) if digest != found[0]]
             raise ProtocolViolationError(
-                f"FaultTolerantDDP failed: the model of rank {ranks[0]} has other parameter names, shapes or dtypes than "
-                "rank 0's. Build the same model on every rank."
+                f"FaultTolerantDDP failed: the model of rank {ranks[0]} has other parameter names, shapes or dtypes "
+                "than rank 0's. Build the same model on every rank."
             )
         _sync_module_states(
             module=self.module,
@@ -289,7 +298,7 @@ class FaultTolerantDDP(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As DistributedDataParallel."""
         self._reduction = None  # left behind if an earlier backward raised
-        return super().forward(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _open(self) -> GradientReduction:
         if self._reduction is None:

@@ -2,9 +2,9 @@
 
 Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if it changes):
 `trainer.connectors.data_connector._InfiniteBarrier`, `_TrainingEpochLoop._broadcast_sigterm_tensor`,
-`_SignalConnector._sigterm_notifier_fn` and `received_sigterm`, `_FitLoop._combined_loader`, `_EvaluationLoop._combined_loader`,
-`_FitLoop.setup_data`, `_EvaluationLoop.setup_data`, `fabric.strategies.launchers.subprocess_script.{_basic_subprocess_cmd,
-_hydra_subprocess_cmd}`.
+`_SignalConnector._sigterm_notifier_fn` and `received_sigterm`, `_FitLoop._combined_loader` and `setup_data`,
+`_EvaluationLoop._combined_loader` and `setup_data`, `rank_zero_only.rank`, and in
+`fabric.strategies.launchers.subprocess_script` `_basic_subprocess_cmd` and `_hydra_subprocess_cmd`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from lightning.fabric.strategies.launchers import subprocess_script
@@ -29,7 +29,7 @@ from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 class _ResilientBarrier(data_connector._InfiniteBarrier):
     """Lightning waits for `prepare_data` on a Gloo group of its own, which would outlive no member."""
 
-    def __enter__(self) -> _ResilientBarrier:
+    def __enter__(self) -> Self:
         if not isinstance(dist.group.WORLD, FaultTolerantProcessGroup):
             super().__enter__()
             return self
@@ -54,7 +54,8 @@ def child_command(slot: int) -> tuple[Sequence[str], str | None]:
 
 def set_rank_zero_rank(rank: int) -> None:
     """Set the rank by which `rank_zero_only` decides."""
-    fabric_rank_zero.rank_zero_only.rank = pytorch_rank_zero.rank_zero_only.rank = rank
+    for function in (fabric_rank_zero.rank_zero_only, pytorch_rank_zero.rank_zero_only):
+        function.rank = rank  # type: ignore[attr-defined]
 
 
 def rank_zero_rank() -> int | None:
@@ -68,8 +69,8 @@ def replace_sigterm_broadcasts(
 ) -> None:
     """Take SIGTERM out of Lightning's hands.
 
-    It broadcasts a flag at every batch, and again from within the signal handler, where it meets any other collective. Here
-    the handler only notes the signal; all ranks learn it with a step's commit and stop at the same batch.
+    It broadcasts a flag at every batch, and again from within the signal handler, where it meets any other collective.
+    Here the handler only notes the signal; all ranks learn it with a step's commit and stop at the same batch.
 
     Args:
         trainer: Before its signal handlers are registered.
@@ -78,7 +79,7 @@ def replace_sigterm_broadcasts(
     """
     connector = trainer._signal_connector
 
-    def note(signum: int, frame: FrameType | None) -> None:
+    def note(_signum: int, _frame: FrameType | None) -> None:
         on_sigterm()
 
     def stop_if_agreed() -> None:

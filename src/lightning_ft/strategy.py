@@ -1,11 +1,11 @@
-"""The Lightning strategy `ft_ddp`: a thin adapter from Lightning's DDPStrategy to the resilient group and FaultTolerantDDP."""
+"""The Lightning strategy `ft_ddp`: adapts DDPStrategy to the resilient group and FaultTolerantDDP."""
 
 from __future__ import annotations
 
 import datetime
 import io
 import logging
-import os
+import pathlib
 import pickle
 import struct
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ _log = logging.getLogger("lightning_ft")
 class FaultTolerantDDPStrategy(DDPStrategy):
     """Data-parallel training that goes on, in the same step, when ranks die.
 
-    Every setting left at None is taken from `LIGHTNING_FT_<NAME>`, else from the default in `lightning_ft.config.Settings`.
+    A setting left at None is taken from `LIGHTNING_FT_<NAME>`, else from the default in `lightning_ft.config.Settings`.
 
     Args:
         accelerator: As for DDPStrategy.
@@ -78,7 +78,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             stock |= {} if seconds is None else {"timeout": datetime.timedelta(seconds=seconds)}
         return DDPStrategy(*args, **stock)
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - Lightning's own order
         self,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -224,7 +224,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def _tell_log_directory(self, trainer: Trainer) -> None:
         directory = trainer.log_dir or trainer.default_root_dir  # a collective: every rank must ask
         if self.group is not None and self.is_global_zero:
-            self.group.ring.report("log_directory", path=os.path.abspath(directory))
+            self.group.ring.report("log_directory", path=str(pathlib.Path(directory).absolute()))
 
     @override
     def _setup_model(self, model: torch.nn.Module) -> FaultTolerantDDP:
@@ -236,7 +236,9 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     @override
     def _register_ddp_hooks(self) -> None:
         if self._ddp_comm_hook is not None and isinstance(self.model, FaultTolerantDDP):
-            hook = self._ddp_comm_hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(self._ddp_comm_hook)
+            hook = (
+                self._ddp_comm_hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(self._ddp_comm_hook)
+            )
             self.model.register_comm_hook(self._ddp_comm_state, hook)
 
     # -- training ---------------------------------------------------------------------------------------------------
@@ -315,15 +317,15 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         if self.is_global_zero:
             self.group.ring.report("evaluation_incomplete", stage=stage, coverage=round(coverage, 6), missing=missing)
         rank_zero_warn(
-            f"The results of this {stage} cover {coverage:.1%} of the data: {', '.join(missing)} died during it, and what "
-            "they had to evaluate was not evaluated."
+            f"The results of this {stage} cover {coverage:.1%} of the data: {', '.join(missing)} died during it, and "
+            "what they had to evaluate was not evaluated."
         )
 
     # -- collectives that don't depend on who is in it ---------------------------------------------------------------
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Return rank `src`'s object on all ranks. If that rank dies meanwhile, whoever has its number then is asked."""
+        """Return rank `src`'s object on all ranks; if that rank dies meanwhile, that of whoever has its number then."""
         if self.group is None:
             return super().broadcast(obj, src)
         result: TBroadcast = _unpickle(self.group.broadcast_bytes(lambda: _pickle(obj), src))

@@ -64,7 +64,10 @@ def _schedules() -> list[list[tuple[str, str, int]]]:
         victims = [MEMBERS[(start // 4 + offset) % 5] for offset in range(4)]
         chosen = points[start : start + 4]
         schedules.append(
-            [(victim, point, 12 + 25 * index) for index, (victim, point) in enumerate(zip(victims, chosen, strict=False))]
+            [
+                (victim, point, 12 + 25 * index)
+                for index, (victim, point) in enumerate(zip(victims, chosen, strict=False))
+            ]
         )
     return schedules
 

@@ -86,7 +86,8 @@ def test_kill_at_points_of_a_fit(tmp_path: pathlib.Path, points: tuple[str, ...]
         assert len(saved) == 1, "one rank 0 at the end"
         assert saved[0]["keys"] > 0
         validated = {
-            member: [line["metrics"] for line in job.records(member) if line["event"] == "validated"] for member in survivors
+            member: [line["metrics"] for line in job.records(member) if line["event"] == "validated"]
+            for member in survivors
         }
         assert len({str(metrics) for metrics in validated.values()}) == 1, "all survivors have the same metrics"
 

@@ -70,7 +70,7 @@ class AgentLauncher(_Launcher):
             host_coordinator=node == 0,
         )
         if trainer is not None:  # nothing of the run happened here: no callback or logger shall see an end
-            trainer.callbacks.clear()
+            trainer.callbacks = []  # type: ignore[attr-defined]
             trainer.loggers = []
         raise SystemExit(status)
 

@@ -94,7 +94,9 @@ class Recorder(L.Callback):
         """Called in members only: the agent never gets here."""
         self.write(event="start", pid=os.getpid(), version=lightning_ft.__version__)
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: Classifier, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: Classifier, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Called once per batch."""
         digest = hashlib.sha256()
         for parameter in module.parameters():
@@ -156,7 +158,11 @@ def main() -> None:
         )
         module = Classifier(case, write)
         loader = DataLoader(
-            dataset(480, 1), batch_size=8, shuffle=True, num_workers=arguments.workers, persistent_workers=arguments.workers > 0
+            dataset(480, 1),
+            batch_size=8,
+            shuffle=True,
+            num_workers=arguments.workers,
+            persistent_workers=arguments.workers > 0,
         )
         trainer.fit(module, loader, DataLoader(dataset(120, 2), batch_size=10))
         if arguments.test:
