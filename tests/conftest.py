@@ -1,0 +1,52 @@
+"""What holds for all tests: reproducible examples in CI, a docstring for each test, no process left behind."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import psutil
+import pytest
+
+# No deadline for a single example: the machine may be busy. pytest-timeout has one for the whole test.
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI", "").lower() not in ("", "0", "false") else "dev")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test that does not say in a docstring which behaviour it shows."""
+    silent = sorted(
+        {
+            item.nodeid.partition("[")[0]
+            for item in items
+            if isinstance(item, pytest.Function) and not inspect.getdoc(item.function)
+        }
+    )
+    if silent:
+        raise pytest.UsageError(f"tests need a one-sentence docstring that tells the behaviour: {', '.join(silent)}")
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left_behind() -> Iterator[None]:
+    """Kill the processes that a test started and did not end, and fail it."""
+    here = psutil.Process()
+    before = set(here.children(recursive=True))
+    yield
+    left = [child for child in here.children(recursive=True) if child not in before and _is_running(child)]
+    for child in left:
+        child.kill()
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not left, f"the test left {left} running" + (f", and {alive} can't be killed" if alive else "")
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        # Serves all of this Python process, until its end.
+        return "multiprocessing.resource_tracker" not in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,100 @@
+"""The README says what the code does."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_ft
+from lightning_ft.config import ENV_PREFIX, Settings
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SOURCES = sorted((ROOT / "src" / "lightning_ft").rglob("*.py"))
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+WRITERS = ("record", "report", "write")
+"""Methods whose first argument is the name of an event."""
+
+NOT_LOGGED = {"log_directory"}
+"""Reports that tell the coordinator something and write no line."""
+
+COMMON_FIELDS = {"generation", "member"}
+
+
+def table(heading: str) -> list[list[str]]:
+    """Return the cells of the table under a heading, without its head."""
+    section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def quoted(cell: str) -> set[str]:
+    """Return what stands in backticks."""
+    return set(re.findall(r"`([^`]+)`", cell))
+
+
+def emitted() -> dict[str, set[str]]:
+    """Return the events that the sources write, with the fields that can be read there."""
+    events: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(attr=method), args=[ast.Constant(value=str(event)), *_], keywords=keywords
+                ) if method in WRITERS and re.fullmatch(r"[a-z]+(_[a-z]+)*", event):
+                    fields = {keyword.arg for keyword in keywords if keyword.arg is not None}
+                    events.setdefault(event, set()).update(fields - COMMON_FIELDS)
+    return {event: fields for event, fields in events.items() if event not in NOT_LOGGED}
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_python_snippet_compiles_and_uses_what_exists(snippet: str) -> None:
+    """A snippet is Python, and the names that it takes from lightning_ft are public."""
+    for node in ast.walk(ast.parse(snippet)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="lightning_ft"), attr=name):
+                assert name in lightning_ft.__all__
+
+
+def test_readme_has_snippets() -> None:
+    """The snippets are found: with Lightning, with a configured strategy, in plain PyTorch."""
+    assert len(SNIPPETS) == 3
+
+
+def test_settings_table_is_that_of_the_code() -> None:
+    """Argument, environment variable and default of each setting, in the order of `Settings`."""
+    documented = [[cell.strip("`") for cell in row[:3]] for row in table("Settings")]
+    expected = [
+        [field.name, f"{ENV_PREFIX}{field.name.upper()}", repr(field.default)] for field in dataclasses.fields(Settings)
+    ]
+    assert documented == expected
+
+
+def test_event_table_is_that_of_the_code() -> None:
+    """Each event that is written is documented with its fields, and no other."""
+    documented = {row[0].strip("`"): quoted(row[1]) for row in table("Event log")}
+    assert documented == emitted()
+
+
+def test_errors_table_is_that_of_the_code() -> None:
+    """Each public error is documented."""
+    documented = {row[0].strip("`") for row in table("Errors")}
+    errors = {name for name in lightning_ft.__all__ if name.endswith("Error")}
+    assert documented == errors - {"FaultToleranceError"} | {"ValueError"}
+
+
+def test_fault_points_are_those_of_the_code() -> None:
+    """Each named place of the sources is listed, and no other."""
+    section = README.partition("\n## Faults on purpose\n")[2].partition("\n## ")[0]
+    listed = {
+        point for point in quoted(section.partition("The points:")[2]) if re.fullmatch(r"[a-z_]+\.[a-z_]+", point)
+    }
+    reached = {
+        point for path in SOURCES for point in re.findall(r'reach\("([\w.]+)"\)', path.read_text(encoding="utf-8"))
+    }
+    assert listed == reached
