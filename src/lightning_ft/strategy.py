@@ -23,6 +23,7 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -40,7 +41,8 @@ _log = logging.getLogger("lightning_ft")
 class FaultTolerantDDPStrategy(DDPStrategy):
     """Data-parallel training that goes on, in the same step, when ranks die.
 
-    A setting left at None is taken from `LIGHTNING_FT_<NAME>`, else from the default in `lightning_ft.config.Settings`.
+    With `LIGHTNING_FT_ENABLE=0` it is DDPStrategy, nothing else. A setting left at None is taken from
+    `LIGHTNING_FT_<NAME>`, else from the default in `lightning_ft.config.Settings`.
 
     Args:
         accelerator: As for DDPStrategy.
@@ -66,17 +68,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     """
 
     strategy_name = "ft_ddp"
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a stock DDPStrategy if `LIGHTNING_FT_ENABLE=0`."""
-        if Settings.resolve().enable:
-            return super().__new__(cls)
-        ours = ("min_world_size", "max_failures", "heartbeat_interval", "heartbeat_timeout", "coordinator", "event_log")
-        stock = {name: value for name, value in kwargs.items() if name not in ours}
-        if not isinstance(stock.get("timeout", datetime.timedelta()), datetime.timedelta):
-            seconds = stock.pop("timeout")
-            stock |= {} if seconds is None else {"timeout": datetime.timedelta(seconds=seconds)}
-        return DDPStrategy(*args, **stock)
 
     def __init__(  # noqa: PLR0917 - Lightning's own order
         self,
@@ -126,7 +117,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._data: lightning_internals.DataRefresher | None = None
         self._is_promoted = False
         self._is_stopping = False
-        self._is_sigterm_received = False
         self._evaluated_by: tuple[str, ...] = ()
 
     # -- who is in it -----------------------------------------------------------------------------------------------
@@ -154,6 +144,9 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     @override
     def set_world_ranks(self) -> None:
+        if self.group is None:
+            super().set_world_ranks()
+            return
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.global_rank)
             self.cluster_environment.set_world_size(self.world_size)
@@ -170,11 +163,17 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        if not self.settings.enable:
+            super()._configure_launcher()
+            return
         assert self.cluster_environment is not None
         self._launcher = AgentLauncher(self.cluster_environment, self.num_processes, self.num_nodes, self.settings)
 
     @override
     def setup_distributed(self) -> None:
+        if not self.settings.enable:
+            super().setup_distributed()
+            return
         watch_agent()
         reset_seed()
         self._process_group_backend = "ft"
@@ -195,6 +194,9 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        if not self.settings.enable:
+            super().setup(trainer)
+            return
         self._trainer = trainer
         self._data = self._data or lightning_internals.DataRefresher(trainer)
         lightning_internals.replace_sigterm_broadcasts(trainer, self._on_sigterm, lambda: self._is_stopping)
@@ -227,7 +229,9 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             self.group.ring.report("log_directory", path=str(pathlib.Path(directory).absolute()))
 
     @override
-    def _setup_model(self, model: torch.nn.Module) -> FaultTolerantDDP:
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        if not self.settings.enable:
+            return super()._setup_model(model)
         device_ids = self.determine_ddp_device_ids()
         wrapped = FaultTolerantDDP(model, device_ids=device_ids, **self._ddp_kwargs)
         wrapped.on_commit = self._on_commit
@@ -235,7 +239,9 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        if self._ddp_comm_hook is not None and isinstance(self.model, FaultTolerantDDP):
+        if not self.settings.enable:
+            super()._register_ddp_hooks()
+        elif self._ddp_comm_hook is not None and isinstance(self.model, FaultTolerantDDP):
             hook = (
                 self._ddp_comm_hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(self._ddp_comm_hook)
             )

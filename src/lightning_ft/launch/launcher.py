@@ -68,6 +68,7 @@ class AgentLauncher(_Launcher):
             settings=self._settings,
             expected_members=[f"{n}/{s}" for n in range(self._num_nodes) for s in range(self._num_processes)],
             host_coordinator=node == 0,
+            cwd=child_command(0)[1],
         )
         if trainer is not None:  # nothing of the run happened here: no callback or logger shall see an end
             trainer.callbacks = []  # type: ignore[attr-defined]

@@ -1,0 +1,91 @@
+"""The ways a user starts a job: LightningCLI with YAML, Hydra, without fault tolerance, with a wrong setting."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration import jobs
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_steps: 20
+  enable_progress_bar: false
+  default_root_dir: {root}
+  strategy:
+    class_path: lightning_ft.FaultTolerantDDPStrategy
+    init_args:
+      min_world_size: {min_world_size}
+      heartbeat_timeout: 5.0
+      find_unused_parameters: false
+"""
+
+
+def _run(program: list[str], cwd: pathlib.Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT / "src"), **environment}
+    command = [sys.executable, str(jobs.PROGRAMS / program[0]), *program[1:]]
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=90, check=False)
+
+
+def test_lightning_cli_with_yaml(tmp_path: pathlib.Path) -> None:
+    """A strategy configured in YAML starts its ranks and writes its event log into the run's directory."""
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.format(root=tmp_path, min_world_size=1))
+    done = _run(["cli_fit.py", "fit", "--config", str(config)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.glob("lightning_logs/version_*/ft_events.jsonl")
+    events = [line["event"] for line in jobs.read_lines(log)]
+    assert events[0] == "job_started"
+    assert events[-1] == "job_finished"
+
+
+def test_lightning_cli_with_the_name(tmp_path: pathlib.Path) -> None:
+    """`--trainer.strategy ft_ddp` is enough."""
+    arguments = ["--trainer.strategy", "ft_ddp", "--trainer.devices", "2", "--trainer.max_steps", "5"]
+    done = _run(["cli_fit.py", "fit", *arguments, "--trainer.accelerator", "cpu"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [("0", "min_world_size must be at least 1, got 0"), ("many", "min_world_size")]
+)
+def test_lightning_cli_names_a_wrong_value(tmp_path: pathlib.Path, value: str, told: str) -> None:
+    """A wrong value ends the program before anything is started, with its name."""
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.format(root=tmp_path, min_world_size=value))
+    done = _run(["cli_fit.py", "fit", "--config", str(config)], tmp_path)
+    assert done.returncode != 0
+    assert told in done.stderr
+
+
+def test_hydra(tmp_path: pathlib.Path) -> None:
+    """A script that Hydra starts runs once per rank, with its overrides."""
+    done = _run(["hydra_fit.py", "+steps=7", f"+out={tmp_path}"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank{rank}").read_text().split()[0] for rank in range(2)] == ["7", "7"]
+
+
+def test_switched_off_it_is_stock_ddp(tmp_path: pathlib.Path) -> None:
+    """LIGHTNING_FT_ENABLE=0 gives Lightning's own strategy: no agent, no event log, the same result."""
+    program = ["lightning_fit.py", "--devices", "2", "--epochs", "1"]
+    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_ENABLE": "0"}) as job:
+        assert job.finish() == 0, job.output()
+        assert job.events() == []
+        assert (tmp_path / "adamw.pt").exists()
+
+
+def test_sigterm_stops_all_ranks_at_the_same_batch(tmp_path: pathlib.Path) -> None:
+    """SIGTERM to one rank is learned by all with the same commit: all end, none hangs, the weights are equal."""
+    with jobs.running_script(tmp_path, ["lightning_fit.py", "--devices", "2", "--epochs", "1000"]) as job:
+        job.wait_until(lambda: len(job.records("0/1")) > 40)
+        job.kill("0/1", 15)
+        job.finish()
+        last = [[line for line in job.records(member) if line["event"] == "batch"][-1] for member in ("0/0", "0/1")]
+        assert last[0]["step"] == last[1]["step"], job.output()
+        assert last[0]["hash"] == last[1]["hash"]
