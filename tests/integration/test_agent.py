@@ -152,6 +152,7 @@ class Stage:
         for agent, output in zip(self.agents, self.outputs, strict=True):
             agent.wait(DEADLINE_S)
             print(f"--- {output.name}\n{output.read_text(errors='replace')}")
+        print("--- notes", *sorted(note.name for note in self.notes.iterdir()))
 
 
 @pytest.fixture
@@ -357,7 +358,7 @@ LISTENER = """
         signal.signal(getattr(signal, name), on_signal)
     note("ready", str(os.getpid()))
     while True:
-        time.sleep(60)
+        time.sleep(0.05)  # a signal that comes just before a sleep is handled after it
 """
 
 

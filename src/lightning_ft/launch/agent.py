@@ -22,6 +22,7 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from lightning_ft.coordinator.server import CoordinatorServer
 from lightning_ft.errors import LaunchError
 from lightning_ft.event_log import EventLog
 from lightning_ft.launch import child as child_module
-from lightning_ft.launch.status import Exit, job_status
+from lightning_ft.launch.status import Exit, end_of, job_status
 from lightning_ft.membership.ids import in_order
 
 logger = logging.getLogger("lightning_ft")
@@ -48,7 +49,7 @@ class _Child:
     member: str
     slot: int
     incarnation: int
-    process: asyncio.subprocess.Process
+    process: subprocess.Popen[bytes]
 
     def kill(self) -> None:
         """Kill it and what it started; stopped processes too."""
@@ -120,23 +121,20 @@ class Agent:
         Raises:
             LaunchError: The coordinator or a child could not be started; what was started is ended.
         """
-        read_fd, write_fd = os.pipe()  # only this process holds the write end: children see it close when we die
-        try:
-            with self._forwarded_signals():
+        with self._forwarded_signals(), _agent_pipe() as read_fd:
+            try:
                 endpoint = await self._start_coordinator()
                 self._client = AgentClient(endpoint, self._token, self._node, self._settings, self._kill)
                 self._client.start()
                 try:
-                    await self._start_children(endpoint, read_fd)
+                    self._start_children(endpoint, read_fd)
                     self._release_early_signals()
                     await self._wait()
                 finally:
                     await self._end_children()
                 return await self._finish()
-        finally:
-            os.close(read_fd)
-            os.close(write_fd)
-            await self._close()
+            finally:
+                await self._close()
 
     def _member(self, slot: int) -> str:
         return f"{self._node}/{slot}"
@@ -160,13 +158,13 @@ class Agent:
         self._event_log.write("job_started", generation=0, members=list(self._expected), settings=shown)
         return configured if configured is not None else f"127.0.0.1:{port}"
 
-    async def _start_children(self, endpoint: str, read_fd: int) -> None:
+    def _start_children(self, endpoint: str, read_fd: int) -> None:
         common = self._common_environment(endpoint, read_fd)
         for slot in range(self._num_slots):
-            child = await self._start_child(slot, 1, common, read_fd)
+            child = self._start_child(slot, 1, common, read_fd)
             self._watchers.add(asyncio.create_task(self._watch(child)))
 
-    async def _start_child(self, slot: int, incarnation: int, common: Mapping[str, str], read_fd: int) -> _Child:
+    def _start_child(self, slot: int, incarnation: int, common: Mapping[str, str], read_fd: int) -> _Child:
         member = self._member(slot)
         command = list(self._command_for(slot))
         if not command or shutil.which(command[0]) is None:
@@ -186,8 +184,8 @@ class Agent:
         }
         try:
             # A session of its own: Ctrl-C reaches the agent alone, which passes it on once.
-            process = await asyncio.create_subprocess_exec(
-                *command, env=environment, cwd=self._cwd, pass_fds=(read_fd,), start_new_session=True
+            process = subprocess.Popen(
+                command, env=environment, cwd=self._cwd, pass_fds=(read_fd,), start_new_session=True
             )
         except OSError as error:
             raise LaunchError(f"starting {member} failed: {error}. Check the command.", member=member) from error
@@ -223,7 +221,7 @@ class Agent:
 
     async def _watch(self, child: _Child) -> None:
         """Follow one child to its end. A respawn under the next incarnation belongs at the end of this."""
-        ended = Exit(child.member, child.incarnation, await child.process.wait())
+        ended = Exit(child.member, child.incarnation, await end_of(child.process))
         self._exits.append(ended)
         logger.debug("[%s] process %d %s", child.member, child.process.pid, ended.detail)
         if self._client is not None:
@@ -370,3 +368,14 @@ def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _agent_pipe() -> Iterator[int]:
+    """The read end of a pipe whose write end only this process holds: children see it close when we die."""
+    read_fd, write_fd = os.pipe()
+    try:
+        yield read_fd
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)
