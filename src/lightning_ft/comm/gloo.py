@@ -83,8 +83,8 @@ class GlooTransport:
             if found is not None and (found[0] in own_ports or found[1] in own_ports):
                 yield descriptor
         yield from self._base_sockets
-        for group in self._groups:
-            yield from group.sockets
+        for owner in (*self._groups, *self._builds):
+            yield from owner.sockets
 
     def build(self, prefix: str, rank: int, size: int, meeting: Address) -> Build:
         """Prepare to make the group `prefix` of `size` members, as its rank `rank`; all of them must do so.
@@ -97,7 +97,9 @@ class GlooTransport:
 
         Returns: The build, not started: `Build.result` makes the group, `Build.cancel` ends it from another thread.
         """
-        build = Build(prefix, lambda build: self._open_group(prefix, rank, size, meeting, build), self._groups.append)
+        build = Build(
+            prefix, lambda build: self._open_group(prefix, rank, size, meeting, build), self._groups.append, self.free
+        )
         self._builds = [*(earlier for earlier in self._builds if earlier.is_running), build]
         return build
 
@@ -113,7 +115,8 @@ class GlooTransport:
     def free(self, inner: InnerGroup) -> None:
         """Close a group. Blocks until its works have ended; they do once it is severed."""
         inner.sever()
-        self._groups.remove(inner)
+        with contextlib.suppress(ValueError):  # was never handed out
+            self._groups.remove(inner)
         with contextlib.suppress(RuntimeError):
             inner.group.shutdown()
 
@@ -124,7 +127,7 @@ class GlooTransport:
         store = dist.TCPStore(  # a client even of the own server: its socket can be shut down, a wait inside can't
             meeting.host, meeting.store_port, is_master=False, wait_for_workers=False, timeout=self._timeout
         )
-        build.sockets = tuple(open_sockets() - before)
+        build.sockets = tuple(_store_sockets(open_sockets() - before, meeting.store_port))
         prefixed = dist.PrefixStore(prefix, store)
         prefixed.set(f"listener/{rank}", str(self._listener_port))
         options = dist.ProcessGroupGloo._Options()
@@ -144,12 +147,17 @@ class Build:
     """
 
     def __init__(
-        self, prefix: str, make: Callable[[Build], InnerGroup], keep: Callable[[InnerGroup], None]
+        self,
+        prefix: str,
+        make: Callable[[Build], InnerGroup],
+        keep: Callable[[InnerGroup], None],
+        drop: Callable[[InnerGroup], None],
     ) -> None:
         self.sockets: tuple[Descriptor, ...] = ()
         self._prefix = prefix
         self._make = make
         self._keep = keep
+        self._drop = drop
         self._inner: InnerGroup | None = None
         self._error: Exception | None = None
         self._is_cancelled = False
@@ -175,10 +183,19 @@ class Build:
         self._thread.start()
         self._wake.wait()
         with self._lock:
-            if self._inner is None or self._is_cancelled:
-                reason = "the view was suspended" if self._error is None else str(self._error)
-                raise RingBrokenError(f"building {self._prefix} failed: {reason}") from self._error
-            return self._inner
+            inner, is_cancelled = self._inner, self._is_cancelled
+            if is_cancelled:
+                self._inner = None
+        if inner is not None and not is_cancelled:
+            return inner
+        if inner is not None:
+            self._drop(inner)
+        reason = "the view was suspended" if self._error is None else str(self._error)
+        raise RingBrokenError(f"building {self._prefix} failed: {reason}") from self._error
+
+    def has_made(self, inner: InnerGroup) -> bool:
+        """Whether this build's result is `inner`."""
+        return self._inner is inner
 
     @property
     def is_running(self) -> bool:
@@ -197,11 +214,21 @@ class Build:
             self._error = error
         else:
             with self._lock:
-                self._keep(inner)
-                self._inner = inner
-                if self._is_cancelled:
-                    inner.sever()
+                is_cancelled = self._is_cancelled
+                if not is_cancelled:
+                    self._keep(inner)
+                    self._inner = inner
+            if is_cancelled:
+                self._drop(inner)
         self._wake.set()
+
+
+def _store_sockets(candidates: Iterable[Descriptor], store_port: int) -> Iterable[Descriptor]:
+    """Pick the connections to a store: another thread may have opened sockets of its own at the same moment."""
+    for descriptor in candidates:
+        found = ports(descriptor)
+        if found is not None and found[1] == store_port:
+            yield descriptor
 
 
 def _ring_sockets(candidates: Iterable[Descriptor], own: int, peers: Sequence[int]) -> Iterable[Descriptor]:

@@ -62,9 +62,11 @@ def shut_down(descriptors: Iterable[Descriptor]) -> None:
 
 @contextlib.contextmanager
 def _borrow(descriptor: Descriptor) -> Iterator[socket.socket]:
-    if not descriptor.is_open():
-        raise OSError(f"socket {descriptor} is closed")
-    with socket.socket(fileno=os.dup(descriptor.number)) as borrowed:
+    number = os.dup(descriptor.number)
+    if _link(number) != descriptor.inode:  # looked up after the dup: its owner may close it at any moment
+        os.close(number)
+        raise OSError(f"{descriptor} is closed")
+    with socket.socket(fileno=number) as borrowed:
         yield borrowed
 
 
@@ -86,8 +88,9 @@ class ForkGuard:
         if not self._is_active:
             return
         null = os.open(os.devnull, os.O_RDWR)
-        for descriptor in self._sockets():
-            os.dup2(null, descriptor.number)  # not closed: the number must not come to name another file
+        for descriptor in frozenset(self._sockets()):
+            if descriptor.is_open():  # else its number may name another file by now
+                os.dup2(null, descriptor.number)  # not closed: the number must not come to name another file
         os.close(null)
 
     def cancel(self) -> None:
