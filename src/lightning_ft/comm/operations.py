@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ class Place:
         self.generation = generation
 
     @property
-    def group(self) -> dist.ProcessGroupGloo:
+    def group(self) -> Any:  # torch's stubs leave out its methods
         """The inner torch group."""
         return self.inner.group
 
@@ -66,6 +67,7 @@ class Operation(ABC):
         members: The visible view when the caller issued it: its arguments are functions of these.
         number: Its collective number, given when it is submitted.
         final_generation: Generation in which the first member finished it, once it is final.
+        final_members: Who was in the group then.
         is_void: Its result is that it has none (PROTOCOL.md#M6).
         error: What the caller gets instead of a result.
     """
@@ -77,6 +79,7 @@ class Operation(ABC):
         self.members: tuple[str, ...] = ()
         self.number = 0
         self.final_generation = 0
+        self.final_members: tuple[str, ...] = ()
         self.is_final = False
         self.is_void = False
         self.error: Exception | None = None
@@ -188,6 +191,9 @@ class Gather(Operation):
         slots: One tensor per rank, written in place.
         tensor: Own contribution.
         deliver: Called once the slots are filled.
+
+    Attributes:
+        deliver: As given.
     """
 
     name = "all_gather"
@@ -196,7 +202,7 @@ class Gather(Operation):
         super().__init__()
         self._slots = list(slots)
         self._tensor = tensor
-        self._deliver = deliver
+        self.deliver = deliver
         self._kept: list[Tensor] = []
 
     def start(self, place: Place) -> Sequence[dist.Work]:
@@ -206,8 +212,8 @@ class Gather(Operation):
 
     def finish(self, place: Place) -> None:
         self._kept = [slot.detach().clone(memory_format=torch.contiguous_format) for slot in self._slots]
-        if self._deliver is not None:
-            self._deliver()
+        if self.deliver is not None:
+            self.deliver()
 
     def payload(self) -> list[Tensor]:
         return self._kept
@@ -215,8 +221,8 @@ class Gather(Operation):
     def adopt(self, payload: list[Tensor]) -> None:
         _load(self._slots, payload)
         self._kept = payload
-        if self._deliver is not None:
-            self._deliver()
+        if self.deliver is not None:
+            self.deliver()
 
     def is_redoable(self, members: tuple[str, ...]) -> bool:
         return members == self.members
@@ -279,7 +285,10 @@ class Broadcast(Operation):
         self._sent = self._flat
         start = 0
         for tensor in self._tensors:
-            tensor.detach().copy_(self._flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            found = self._flat[start : start + tensor.nbytes]
+            if start % tensor.itemsize:  # a view of another dtype must be aligned
+                found = found.clone()
+            tensor.detach().copy_(found.view(tensor.dtype).view(tensor.shape))
             start += tensor.nbytes
         if self._deliver is not None:
             self._deliver()

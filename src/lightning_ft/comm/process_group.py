@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -47,8 +48,8 @@ class PendingWork(dist.Work):  # type: ignore[misc]
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._operation.is_final
+        """Whether `wait` would return at once. Polling repairs a broken collective as waiting does."""
+        return self._ring.poll(self._sequence, self._operation)
 
     def is_success(self) -> bool:
         """Whether it is final and has a result."""
@@ -64,6 +65,30 @@ class PendingWork(dist.Work):  # type: ignore[misc]
     def result(self) -> Any:
         """Return the output tensors."""
         return self._result
+
+
+class PointToPointWork(dist.Work):  # type: ignore[misc]
+    """A message on its way; not repeated if it breaks."""
+
+    def __init__(self, work: dist.Work, make_error: Callable[[], MembershipChangedError]) -> None:
+        super().__init__()
+        self._work = work
+        self._make_error = make_error
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Block until the message has been taken or has arrived.
+
+        Raises:
+            MembershipChangedError: The connection broke first.
+        """
+        try:
+            return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+        except RuntimeError as error:
+            raise self._make_error() from error
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return bool(self._work.is_completed())
 
 
 class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -175,7 +200,9 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         opts = _options(opts, dist.ReduceOptions)
         scratch = [tensor.detach().clone() for tensor in _each(tensors)]
         is_root = self.rank() == _root(opts, self.size())
-        return self._submit(Reduce(scratch, opts.reduceOp, lambda: _copy(tensors, scratch) if is_root else None), tensors)
+        return self._submit(
+            Reduce(scratch, opts.reduceOp, lambda: _copy(tensors, scratch) if is_root else None), tensors
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Copy the root's tensors to all members."""
@@ -198,17 +225,32 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         slots = [torch.empty_like(own) for _ in range(self.size())]
         if self.rank() != _root(opts, self.size()):
             return self._submit(Gather(slots, own), outputs)
-        wanted = self._slots(outputs[0], "gather")
-        return self._submit(Gather(slots, own, lambda: _copy(wanted, slots)), outputs)
+        operation = Gather(slots, own)
+        try:
+            operation.deliver = functools.partial(_copy, self._slots(outputs[0], "gather"), slots)
+        except MembershipChangedError as error:  # the others don't know: it must be entered all the same
+            operation.error = error
+        return self._submit(operation, outputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         """Give each member its slot of the root's list. Moves what a broadcast of the list moves."""
         opts = _options(opts, dist.ScatterOptions)
         output, root, rank = _one(outputs), _root(opts, self.size()), self.rank()
         whole = torch.empty((self.size(), *output.shape), dtype=output.dtype, device=output.device)
+        is_valid = torch.ones(1, dtype=torch.uint8)
         if rank == root:
-            whole.copy_(torch.stack(self._slots(inputs[0], "scatter")))
-        operation = Broadcast([whole], root, is_slotted=True, deliver=lambda: output.copy_(whole[rank]))
+            try:
+                whole.copy_(torch.stack(self._slots(inputs[0], "scatter")))
+            except MembershipChangedError:  # only the root can know, and the others must not wait for it
+                is_valid.zero_()
+
+        def deliver() -> None:
+            if is_valid:
+                output.copy_(whole[rank])
+            else:
+                operation.error = self._slots_error("scatter")
+
+        operation = Broadcast([is_valid, whole], root, is_slotted=True, deliver=deliver)
         return self._submit(operation, outputs)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
@@ -241,22 +283,28 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         Raises:
             MembershipChangedError: The view is broken, or rank `dst` is another member in the next one.
         """
-        return self._point_to_point("send", dst).send(tensors, dst, tag)
+        place = self._point_to_point("send", dst)
+        return PointToPointWork(place.send(tensors, dst, tag), lambda: self._changing_error("send", dst))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
         """Receive from one member; as `send`."""
-        return self._point_to_point("recv", src).recv(tensors, src, tag)
+        place = self._point_to_point("recv", src)
+        return PointToPointWork(place.recv(tensors, src, tag), lambda: self._changing_error("recv", src))
 
     def _point_to_point(self, what: str, peer: int) -> dist.ProcessGroupGloo:
         place, view = self.sequence.place, self.ring.view
         if place is None or view.is_severed or place.members != self.sequence.visible:
-            raise MembershipChangedError(
-                f"{what} with rank {peer} failed: the members are changing (generation={view.generation}). Point-to-point "
-                "messages are not repeated; call a collective (barrier) first, read the new ranks and try again.",
-                member=self.ring.member,
-                generation=view.generation,
-            )
+            raise self._changing_error(what, peer)
         return place.group
+
+    def _changing_error(self, what: str, peer: int) -> MembershipChangedError:
+        generation = self.ring.view.generation
+        return MembershipChangedError(
+            f"{what} with rank {peer} failed: the members are changing (generation={generation}). Point-to-point messages "
+            "are not repeated; call a collective (barrier) first, read the new ranks and try again.",
+            member=self.ring.member,
+            generation=generation,
+        )
 
     # -- beyond torch's own: calls that don't depend on who is in it --------------------------------------------------
 
@@ -288,9 +336,20 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._submit(Broadcast(_each(tensors), root, is_any_root=True), tensors)
 
     def _slots(self, slots: Sequence[Tensor], what: str) -> list[Tensor]:
-        if len(slots) != self.size():
-            raise ValueError(f"{what} needs one tensor for each of the {self.size()} ranks, got {len(slots)}")
-        return list(slots)
+        if len(slots) == self.size():
+            return list(slots)
+        last = self.sequence.last
+        if last is not None and last.is_final and len(slots) == len(last.members) != len(last.final_members):
+            raise self._slots_error(what)
+        raise ValueError(f"{what} needs one tensor for each of the {self.size()} ranks, got {len(slots)}")
+
+    def _slots_error(self, what: str) -> MembershipChangedError:
+        return MembershipChangedError(
+            f"{what} failed: the members changed to {', '.join(self.members)} in the collective right before it, after its "
+            "arguments had been made. Read the new rank and world size and call again.",
+            member=self.ring.member,
+            generation=self.ring.view.generation,
+        )
 
 
 def _options(given: Any, default: type) -> Any:
@@ -353,11 +412,13 @@ def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     _ring = Ring(client, transport, member, settings)
     _ring.on_renumbered.append(_update_rank_table)
     _ring.start()
-    atexit.register(_leave_at_exit, _ring)
+    atexit.register(_leave_at_exit, _ring, os.getpid())
     return FaultTolerantProcessGroup(_ring, _ring.world)
 
 
-def _leave_at_exit(ring: Ring) -> None:
+def _leave_at_exit(ring: Ring, pid: int) -> None:
+    if os.getpid() != pid:  # a fork that ends like a program: it is no member, and has no threads to leave with
+        return
     error = getattr(sys, "last_value", None)
     if error is None:
         ring.leave()

@@ -27,8 +27,8 @@ from lightning_ft.membership.events import Address
 
 _log = logging.getLogger("lightning_ft")
 
-_MAX_FUTILE_REBUILDS = 3
-"""Rebuilds with the same members for the same number before the error is taken for the caller's own."""
+_BROKEN = (RingBrokenError, RuntimeError, ValueError, TypeError, LookupError)
+"""What a collective raises that fails, because of a peer or because torch can't do it."""
 
 
 class LiveView:
@@ -67,6 +67,11 @@ class LiveView:
             builds = list(self._builds)
         for build in builds:
             build.cancel()
+
+    def forget(self, inner: InnerGroup) -> None:
+        """Let go of a group that was freed."""
+        with self._lock:
+            self._builds = [build for build in self._builds if not build.has_made(inner)]
 
 
 @dataclasses.dataclass(slots=True)
@@ -114,7 +119,7 @@ class Ring:
         self._recovery: Recovery | None = None
         self._settled: Settled | None = None
         self._settled_step = 0
-        self._futile = 0
+        self._num_made: dict[str, int] = {}
         self._is_closed = False
         client.on_suspend = self._on_suspend
         client.on_leaving = self._on_leaving
@@ -154,9 +159,10 @@ class Ring:
             FaultToleranceError: This member can't go on.
         """
         with self._lock:
-            if sequence.pending is not None:
-                self._complete(sequence, sequence.pending)  # its error, if any, is raised by its own wait
-            sequence.enter(operation)
+            visible = sequence.visible  # what the arguments were made for; finishing the last number may change it
+            if sequence.last is not None:
+                self._complete(sequence, sequence.last)  # its error, if any, is raised by its own wait
+            sequence.enter(operation, visible)
             reach(f"{operation.name}.enter")
             self._start(sequence)
 
@@ -166,7 +172,7 @@ class Ring:
         Raises:
             MembershipChangedError: The operation is unredoable.
             FaultToleranceError: This member can't go on.
-            RuntimeError: torch refuses the operation itself, on the same members, again and again.
+            RuntimeError: The operation failed again and again among the same members: torch can't do it.
         """
         with self._lock:
             self._complete(sequence, operation)
@@ -178,18 +184,46 @@ class Ring:
         self.submit(sequence, operation)
         self.finish(sequence, operation)
 
+    def poll(self, sequence: CollectiveSequence, operation: Operation) -> bool:
+        """Whether an operation is final; makes it so if that takes no waiting, or if it has to be repaired.
+
+        Raises:
+            FaultToleranceError: This member can't go on.
+        """
+        with self._lock:
+            works = sequence.works
+            if not operation.is_final and works is not None and not all(work.is_completed() for work in works):
+                return False
+            self._finish(sequence, operation)
+            return True
+
     def add_group(self, name: str, ranks: tuple[int, ...]) -> CollectiveSequence:
-        """Make a sub-group of the visible members with these ranks. Its inner group is made when it is first used."""
+        """Make a sub-group of the visible members with these ranks; its members meet in it.
+
+        They must meet now, not at the first use: in a recovery, a member that has made the group waits there for one that
+        has not, which would not come if it used the group only after a number that needs the waiting one.
+        """
         with self._lock:
             members = tuple(self.world.visible[rank] for rank in ranks)
-            sequence = CollectiveSequence(name, members)
+            number = self._num_made[name] = self._num_made.get(name, 0) + 1
+            sequence = CollectiveSequence(name if number == 1 else f"{name}.{number}", members)
             self._groups[sequence] = members
+            view = self.view
+            if any(member in self._leavers for member in self._members_in(sequence, view.generation)):
+                view.sever()
+            if not view.is_severed:
+                try:
+                    self._establish_group(sequence, view)
+                except (RingBrokenError, RuntimeError) as error:
+                    _log.debug("[%s g%d] making %s failed: %s", self.member, view.generation, name, error)
+                    view.sever()  # it is made with the next view
             return sequence
 
     def retire_group(self, sequence: CollectiveSequence) -> None:
         """Forget a sub-group once no member can need its results: when the next number of `world` is final."""
-        with self._lock:
-            self._retired[sequence] = self.world.completed + 1
+        with self._lock:  # one that was entered before says nothing of what the others have done since
+            is_pending = self.world.pending is not None
+            self._retired[sequence] = self.world.completed + (2 if is_pending else 1)
 
     def leave(self) -> None:
         """Tell the others that this member enters nothing any more, and wait until they can do without it."""
@@ -232,22 +266,31 @@ class Ring:
             if sequence.place is None:
                 self._establish_group(sequence, view)
             sequence.start()
-        except (RingBrokenError, RuntimeError) as error:
+        except _BROKEN as error:
             sequence.works = None
+            sequence.note_failure(error)
             _log.debug("[%s g%d] starting %s failed: %s", self.member, view.generation, operation.name, error)
         reach(f"{operation.name}.issued")
 
-    def _complete(self, sequence: CollectiveSequence, operation: Operation) -> None:
+    def _finish(self, sequence: CollectiveSequence, operation: Operation) -> None:
         while not operation.is_final:
+            if sequence.works is None:
+                self._recover_from(sequence, operation, RingBrokenError("it could not be started"))
+                continue
             try:
-                if sequence.works is None:
-                    raise RingBrokenError(f"{operation.name} could not be started")
                 sequence.finish()
-                self._finalized(sequence, operation)
-                self._futile = 0
-                reach(f"{operation.name}.done")
-            except (RingBrokenError, RuntimeError) as error:
+            except _BROKEN as error:
+                sequence.note_failure(error)
                 self._recover_from(sequence, operation, error)
+            else:
+                self._finalized(sequence, operation)
+                reach(f"{operation.name}.done")
+
+    def _complete(self, sequence: CollectiveSequence, operation: Operation) -> None:
+        self._finish(sequence, operation)
+        if sequence.show(operation):
+            for callback in self.on_renumbered:
+                callback()
         self._report_recovery()
 
     def _finalized(self, sequence: CollectiveSequence, operation: Operation) -> None:
@@ -256,16 +299,11 @@ class Ring:
         for retired in [group for group, number in self._retired.items() if number <= operation.number]:
             del self._retired[retired], self._groups[retired]
             if retired.place is not None:
+                self.view.forget(retired.place.inner)
                 self._transport.free(retired.place.inner)
         if operation.kind is Kind.COMMIT:
             self.step += 1
             self._client.step = self.step
-        if operation.members != self.world.visible:
-            self._renumbered()
-
-    def _renumbered(self) -> None:
-        for callback in self.on_renumbered:
-            callback()
 
     def _is_blocked_by_leaver(self, sequence: CollectiveSequence, operation: Operation) -> bool:
         leavers, members = self._leavers, self.view.members
@@ -277,16 +315,11 @@ class Ring:
 
     def _recover_from(self, sequence: CollectiveSequence, operation: Operation, error: Exception) -> None:
         waited_s = time.monotonic() - sequence.pending_since_s
-        members = self.view.members
         reason = "suspended" if self.view.is_severed else "connection"
         if waited_s >= self.settings.timeout:
             reason = "timeout"
         _log.debug("[%s g%d] %s broke: %s", self.member, self.view.generation, operation.name, error)
         self._recover(reason, waited_s)
-        is_same = self.view.members == members and not operation.is_final
-        self._futile = self._futile + 1 if is_same and reason == "connection" else 0
-        if self._futile >= _MAX_FUTILE_REBUILDS and not isinstance(error, RingBrokenError):
-            raise error
 
     def _recover(self, reason: str, waited_s: float) -> None:
         recovery = self._recovery = self._recovery or Recovery(time.monotonic())
@@ -349,9 +382,7 @@ class Ring:
     def _members_in(self, sequence: CollectiveSequence, generation: int) -> tuple[str, ...]:
         return tuple(member for member in self._groups[sequence] if member in self._views[generation])
 
-    def _settle(
-        self, sequence: CollectiveSequence, place: Place, members_of: Callable[[int], tuple[str, ...]]
-    ) -> None:
+    def _settle(self, sequence: CollectiveSequence, place: Place, members_of: Callable[[int], tuple[str, ...]]) -> None:
         pending = sequence.pending
         try:
             settled = sequence.settle(place, members_of)
@@ -405,7 +436,7 @@ class Ring:
         if operation is not None and operation.number > completed:
             view.sever()
         for sequence, members in tuple(self._groups.items()):
-            if sequence.pending is not None and member in members:
+            if member in members and (sequence.pending is not None or sequence.place is None):  # used, or being made
                 view.sever()
 
 

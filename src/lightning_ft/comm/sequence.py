@@ -35,6 +35,10 @@ class Settled:
     kept_generation: int
 
 
+MAX_FAILURES = 3
+"""So often a number may fail among the same members before the failure is taken for the operation's own."""
+
+
 class CollectiveSequence:
     """The numbers of one group (PROTOCOL.md, section 4). Owned by the training thread.
 
@@ -44,7 +48,8 @@ class CollectiveSequence:
 
     Attributes:
         completed: The last final number.
-        visible: Members of the view in which that became final: what rank and world size say to the caller.
+        visible: What rank and world size say to the caller: members of the view in which the last number that was `show`n
+            became final.
         pending: The operation in number `completed + 1`, if this member is in it.
         works: Its inner works; None if it is not running on the current place.
         place: Where it runs now; None while there is none.
@@ -59,12 +64,22 @@ class CollectiveSequence:
         self.works: Sequence[dist.Work] | None = None
         self.place: Place | None = None
         self._kept: Operation | None = None
+        self._shown = 0
         self._first_generation = 0
+        self._refused = 0
+        self._num_failures = 0
+        self._failed_among: tuple[str, ...] = ()
+        self._failure: Exception | None = None
 
-    def enter(self, operation: Operation) -> None:
-        """Give the next number to an operation."""
+    @property
+    def last(self) -> Operation | None:
+        """The operation that was entered last."""
+        return self._kept if self.pending is None else self.pending
+
+    def enter(self, operation: Operation, visible: tuple[str, ...]) -> None:
+        """Give the next number to an operation, whose arguments were made for the members `visible`."""
         operation.number = self.completed + 1
-        operation.members = self.visible
+        operation.members = visible
         self.pending = operation
         self.pending_since_s = time.monotonic()
         self.works = None
@@ -74,7 +89,7 @@ class CollectiveSequence:
         operation, place = self.pending, self.place
         if operation is not None and place is not None:
             self.works = None
-            operation.is_void = not operation.is_redoable(place.members)
+            operation.is_void = operation.number == self._refused or not operation.is_redoable(place.members)
             self.works = [acknowledge(place)] if operation.is_void else operation.start(place)
 
     def finish(self) -> Operation:
@@ -91,6 +106,33 @@ class CollectiveSequence:
             operation.finish(place)
         self._finalize(operation, place.generation, place.members)
         return operation
+
+    def show(self, operation: Operation) -> bool:
+        """Let rank and world size follow a final operation that the caller waited for.
+
+        Not before: a number may become final in the recovery of another sequence, which is at no certain place of the
+        program, and all members must see the change at the same one.
+
+        Returns: Whether the visible members changed.
+        """
+        if operation.number <= self._shown or operation.final_members == self.visible:
+            self._shown = max(self._shown, operation.number)
+            return False
+        self._shown = operation.number
+        self.visible = operation.final_members
+        return True
+
+    def note_failure(self, error: Exception) -> None:
+        """Remember that the pending operation failed.
+
+        The settling after it agrees whether the operation itself is to blame: an unsupported dtype fails on any view.
+        """
+        if self.place is None:
+            return
+        if self.place.members != self._failed_among:
+            self._num_failures, self._failed_among = 0, self.place.members
+        self._num_failures += 1
+        self._failure = error
 
     def settle(self, place: Place, members_of: Callable[[int], tuple[str, ...]]) -> Settled:
         """Exchange, hand over, confirm (PROTOCOL.md#M3); afterwards all members stand at the same number.
@@ -118,6 +160,8 @@ class CollectiveSequence:
             self._first_generation = max(row[2] for row in rows) or place.generation
             self.visible = members_of(self._first_generation)
         ahead = [row for row in rows if row[0] == plan.target]
+        if ahead == rows and min(row[6] for row in rows) >= MAX_FAILURES:
+            self._refused = plan.target + 1
         kept = Kind(max(row[4] for row in ahead))
         return Settled(
             target=plan.target,
@@ -128,7 +172,14 @@ class CollectiveSequence:
         )
 
     def _finalize(self, operation: Operation, generation: int, members: tuple[str, ...]) -> None:
-        if operation.is_void:
+        if operation.is_void and operation.number == self._refused:
+            operation.error = RuntimeError(
+                f"{operation.name} number {operation.number} of {self.name} failed {MAX_FAILURES} times among the same "
+                f"members, so it can't be done by any of them ({', '.join(members)}). All ranks raise this at the same "
+                f"number. Here it failed with: {self._failure}"
+            )
+            operation.error.__cause__ = self._failure
+        elif operation.is_void:
             operation.error = MembershipChangedError(
                 f"{operation.name} number {operation.number} of {self.name} failed: its arguments depend on the ranks, "
                 f"and before anyone had the result the members changed from {', '.join(operation.members)} to "
@@ -138,9 +189,10 @@ class CollectiveSequence:
             )
         operation.is_final = True
         operation.final_generation = generation
+        operation.final_members = members
         self.completed = operation.number
-        self.visible = members
         self.pending, self.works = None, None
+        self._num_failures, self._failure = 0, None
         self._kept = operation
 
     def _exchange(self, place: Place) -> list[list[int]]:
@@ -153,6 +205,7 @@ class CollectiveSequence:
                 Kind.NONE if pending is None else pending.kind,
                 Kind.NONE if kept is None else kept.kind,
                 zlib.crc32(",".join(place.members).encode()),
+                self._num_failures if self._failed_among == place.members else 0,
             ],
             dtype=torch.int64,
         )
@@ -166,9 +219,7 @@ class CollectiveSequence:
             )
         return rows
 
-    def _hand_over(
-        self, plan: settle.SettlePlan, generation: int, members: tuple[str, ...], place: Place
-    ) -> None:
+    def _hand_over(self, plan: settle.SettlePlan, generation: int, members: tuple[str, ...], place: Place) -> None:
         has_result = self.completed == plan.target
         operation = self._kept if has_result else self.pending
         if operation is None or operation.number != plan.target:
