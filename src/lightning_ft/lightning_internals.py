@@ -116,22 +116,21 @@ class DataRefresher:
                 self._stale.discard(id(loop))
                 if loop._combined_loader is not None:
                     for loader in loop._combined_loader.flattened:
-                        _renumber(getattr(loader, "sampler", None))
+                        sampler = getattr(loader, "sampler", None)
+                        if isinstance(sampler, DistributedSampler):
+                            renumber_sampler(sampler, dist.get_rank(), dist.get_world_size())
                     loop._combined_loader = None
             original()
 
         loop.setup_data = setup_data
 
 
-def _renumber(sampler: object) -> None:
-    """Give a DistributedSampler that a user holds on to the ranks of now (its constructor's arithmetic)."""
-    world = dist.group.WORLD
-    if not isinstance(sampler, DistributedSampler) or not isinstance(world, FaultTolerantProcessGroup):
-        return
-    sampler.rank, sampler.num_replicas = world.rank(), world.size()
+def renumber_sampler(sampler: DistributedSampler[Any], rank: int, num_replicas: int) -> None:
+    """Give a sampler that a user holds on to other ranks, by its constructor's arithmetic."""
+    sampler.rank, sampler.num_replicas = rank, num_replicas
     length = len(sampler.dataset)  # type: ignore[arg-type]
-    if sampler.drop_last and length % sampler.num_replicas:
-        sampler.num_samples = math.ceil((length - sampler.num_replicas) / sampler.num_replicas)
+    if sampler.drop_last and length % num_replicas:
+        sampler.num_samples = math.ceil((length - num_replicas) / num_replicas)
     else:
-        sampler.num_samples = math.ceil(length / sampler.num_replicas)
-    sampler.total_size = sampler.num_samples * sampler.num_replicas
+        sampler.num_samples = math.ceil(length / num_replicas)
+    sampler.total_size = sampler.num_samples * num_replicas

@@ -1,0 +1,72 @@
+"""Settings: precedence, checks, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_ft.config import Settings, parse_endpoint
+
+
+def test_precedence_argument_variable_alias_default() -> None:
+    """An argument beats its variable, which beats the alias, which beats the default."""
+    environ = {"LIGHTNING_FT_MAX_FAILURES": "3", "HCCL_FT_MAX_FAILURES": "5"}
+    assert Settings.resolve(environ, max_failures=1).max_failures == 1
+    assert Settings.resolve(environ).max_failures == 3
+    assert Settings.resolve({"HCCL_FT_MAX_FAILURES": "5"}).max_failures == 5
+    assert Settings.resolve({}).max_failures is None
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    """Job scripts that export an empty variable mean the default."""
+    assert Settings.resolve({"LIGHTNING_FT_TIMEOUT": ""}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("LIGHTNING_FT_TIMEOUT", "soon"),
+        ("LIGHTNING_FT_MIN_WORLD_SIZE", "1.5"),
+        ("LIGHTNING_FT_ENABLE", "maybe"),
+        ("HCCL_FT_ENABLE", "2"),
+    ],
+)
+def test_a_variable_that_cannot_be_read_is_named(variable: str, value: str) -> None:
+    """The error tells the variable and its value."""
+    with pytest.raises(ValueError, match=f"{variable}='{value}'"):
+        Settings.resolve({variable: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"min_world_size": 0}, "min_world_size must be at least 1, got 0"),
+        ({"max_failures": -1}, "max_failures must be at least 0"),
+        ({"heartbeat_interval": 20.0}, "heartbeat_interval < heartbeat_timeout < timeout"),
+        ({"heartbeat_timeout": 1800.0}, "heartbeat_interval < heartbeat_timeout < timeout"),
+        ({"heartbeat_interval": float("nan")}, "heartbeat_interval < heartbeat_timeout < timeout"),
+        ({"coordinator": "somewhere"}, "expected host:port"),
+        ({"process_group_backend": "mpi"}, "process_group_backend must be"),
+    ],
+)
+def test_a_wrong_value_is_told_with_the_rule(arguments: dict[str, object], told: str) -> None:
+    """The error names the setting, the rule and the value."""
+    with pytest.raises(ValueError, match=told):
+        Settings.resolve({}, **arguments)
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    """A misspelt argument is an error, not ignored."""
+    with pytest.raises(ValueError, match="unknown setting 'max_failure'"):
+        Settings.resolve({}, max_failure=1)
+
+
+@pytest.mark.parametrize("text", ["host", "host:", ":1", "host:0", "host:65536", "host:x"])
+def test_an_endpoint_needs_host_and_port(text: str) -> None:
+    """Whatever is not host:port is refused."""
+    with pytest.raises(ValueError, match="host:port"):
+        parse_endpoint(text)
+
+
+def test_an_endpoint_may_be_ipv6() -> None:
+    """Brackets are taken off."""
+    assert parse_endpoint("[::1]:29500") == ("::1", 29500)

@@ -1,0 +1,57 @@
+"""What `import lightning_ft` gives and does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_ft
+
+
+def test_the_public_names_are_these() -> None:
+    """A name that comes or goes is a decision."""
+    assert lightning_ft.__all__ == [
+        "CoordinatorLostError",
+        "EvictedError",
+        "FaultToleranceError",
+        "FaultTolerantDDP",
+        "FaultTolerantDDPStrategy",
+        "FaultTolerantProcessGroup",
+        "LaunchError",
+        "MembershipChangedError",
+        "ProtocolViolationError",
+        "QuorumLostError",
+        "Settings",
+        "StepCommit",
+        "ft_ddp",
+    ]
+    assert all(hasattr(lightning_ft, name) for name in lightning_ft.__all__)
+
+
+def test_it_registers_the_strategy_and_the_backend() -> None:
+    """Both names are known afterwards, and Lightning's own are untouched."""
+    assert "ft_ddp" in StrategyRegistry.available_strategies()
+    assert StrategyRegistry["ddp"]["strategy"].__module__.startswith("lightning.pytorch")
+    assert "ft" in dist.Backend.backend_list
+
+
+def test_plain_pytorch_needs_no_lightning() -> None:
+    """Without Lightning everything but the strategy is there."""
+    program = "import sys; sys.modules['lightning'] = None; import lightning_ft; print(lightning_ft.ft_ddp.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "ft_ddp\n", done.stderr
+
+
+def test_starting_without_an_agent_says_how_to_start() -> None:
+    """A process that is no member gets an error with the command to use."""
+    program = (
+        "import os; os.environ.update(RANK='0', WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='0')\n"
+        "import lightning_ft, torch.distributed as dist; dist.init_process_group('ft', store=dist.HashStore(), rank=0, "
+        "world_size=1)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert "LaunchError" in done.stderr
+    assert "lightning-ft run --nproc-per-node" in done.stderr
