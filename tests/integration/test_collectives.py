@@ -1,0 +1,158 @@
+"""Every collective of torch.distributed, in real jobs whose members die at every named point of them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Set as AbstractSet
+
+import pytest
+
+from tests.integration import collective_records, jobs
+
+NAMES = ["all_reduce", "all_gather", "broadcast"]
+RARE_NAMES = ["gather_bytes", "broadcast_bytes"]
+PER_ROUND = {"all_reduce": 12, "all_gather": 9, "broadcast": 10, "gather_bytes": 1, "broadcast_bytes": 1}
+"""About how often a member enters each in one round of the schedule."""
+
+
+def judge(
+    job: jobs.Job, num_members: int, *, lost: AbstractSet[int], may_be_lost: AbstractSet[int] = frozenset()
+) -> dict[int, tuple[int, ...]]:
+    """Check that one story explains all that the members wrote, and return who was in at which call of WORLD."""
+    assert job.finish() == 0, job.output()
+    records = {slot: job.records(f"0/{slot}") for slot in range(num_members)}
+    ended = {slot for slot, lines in records.items() if lines[-1]["event"] == "end"}
+    gone = set(records) - ended
+    assert lost <= gone <= lost | may_be_lost, f"ended: {ended}\n{job.output()}"
+    assert {event["member"] for event in job.events() if event["event"] == "failure_detected"} == {
+        f"0/{slot}" for slot in gone
+    }, job.output()
+    lengths = {
+        slot: sum(line["event"] == "call" and line["group"] == "world" for line in records[slot]) for slot in ended
+    }
+    assert len(set(lengths.values())) == 1, lengths
+    world = collective_records.explain(
+        collective_records.read_chain("world", tuple(records), records, gone),
+    )
+    assert set(ended) <= set(world[max(world)])
+    groups = {}
+    for slot in ended:
+        for line in records[slot]:
+            if line["event"] == "group":
+                members = tuple(world[line["at"]][rank] for rank in line["ranks"])
+                assert groups.setdefault(line["key"], members) == members, f"{slot} {line}"
+    for key, members in groups.items():
+        if ended & set(members):  # nothing is promised to a group that nobody is left of
+            chain = collective_records.read_chain(key, members, records, gone)
+            collective_records.explain(chain, key, world)
+    for lines in records.values():
+        for line in lines:
+            if line["event"] == "ring" and "result" in line:
+                assert line["result"] in {2.0**slot for slot in records}, line
+    return world
+
+
+def test_healthy_results_are_those_of_stock_gloo(tmp_path: pathlib.Path) -> None:
+    """Without failures, each call gives on each member what stock Gloo gives."""
+    program = ["collectives.py", "3", "--seed", "1", "--no-bytes"]
+    with jobs.running(tmp_path / "ft", 3, program) as job:
+        world = judge(job, 3, lost=set())
+        assert set(world.values()) == {(0, 1, 2)}
+    stock = tmp_path / "stock"
+    stock.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(jobs.PROGRAMS / "collectives.py"), str(stock), *program[1:], "--backend", "gloo"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT / "src"), "WORLD_SIZE": "3"}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    members = [
+        subprocess.Popen(command, env={**environ, "RANK": str(rank), "LIGHTNING_FT_MEMBER": f"0/{rank}"})
+        for rank in range(3)
+    ]
+    try:
+        assert [member.wait(90) for member in members] == [0, 0, 0]
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+    drop = ("time", "text")
+    for rank in range(3):
+        expected = [line for line in jobs.read_lines(stock / f"0-{rank}.jsonl") if line["event"] in ("call", "ring")]
+        found = [line for line in job.records(f"0/{rank}") if line["event"] in ("call", "ring")]
+        for line in (*expected, *found):
+            for key in drop:
+                line.pop(key, None)
+        assert found == expected
+
+
+def _schedules() -> list[list[tuple[int, str]]]:
+    """Spread all points over jobs of five: four kills in each, far apart."""
+    points = [f"{name}.{place}" for place in ("enter", "issued", "done") for name in (*NAMES, *RARE_NAMES)]
+    schedules = []
+    for index in range(0, len(points), 4):
+        victims = [(index // 4 + step) % 5 for step in (0, 2, 4, 1)]
+        chosen = points[index : index + 4]
+        schedules.append([(victim, point) for victim, point in zip(victims, chosen, strict=False)])
+    return schedules
+
+
+@pytest.mark.parametrize("schedule", _schedules(), ids=lambda schedule: "+".join(point for _, point in schedule))
+def test_kill_at_a_point_of_a_collective(tmp_path: pathlib.Path, schedule: list[tuple[int, str]]) -> None:
+    """Whoever dies wherever in a collective, the survivors all have its result or all raise, and go on."""
+    faults = []
+    for index, (victim, point) in enumerate(schedule):
+        per_round = PER_ROUND[point.split(".")[0]]
+        faults.append(f"0/{victim}={point}@{2 + int((1.3 * index + 0.5) * per_round)}")
+    with jobs.running(
+        tmp_path, 5, ["collectives.py", "8", "--seed", "2"], {"LIGHTNING_FT_FAIL_AT": ";".join(faults)}
+    ) as job:
+        judge(job, 5, lost={victim for victim, _ in schedule})
+
+
+@pytest.mark.parametrize(("point", "other_point"), [("sever", "confirm"), ("park", "handover"), ("exchange", "build")])
+def test_kill_in_the_recovery_from_another(tmp_path: pathlib.Path, point: str, other_point: str) -> None:
+    """A second member that dies at any point of the recovery from a first costs one more round, nothing else."""
+    first, second, third, fourth = [(len(point) + step) % 5 for step in (0, 3, 1, 2)]
+    faults = f"0/{first}=all_gather.issued@15; 0/{second}=recover.{point}@2; "
+    faults += f"0/{third}=broadcast.done@40; 0/{fourth}=recover.{other_point}@3"  # the start counts too
+    program = ["collectives.py", "6", "--seed", str(len(point)), "--no-groups"]
+    with jobs.running(tmp_path, 5, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
+        judge(job, 5, lost={first, second, third, fourth})
+
+
+def test_kill_while_sub_groups_are_made_again(tmp_path: pathlib.Path) -> None:
+    """Members that die while they settle any of many sub-groups are survived, also by those who make them later."""
+    faults = "0/0=recover.exchange@4; 0/3=recover.confirm@7; 0/1=recover.handover@12; 0/4=recover.build@5"
+    with jobs.running(tmp_path, 5, ["collectives.py", "10", "--seed", "7"], {"LIGHTNING_FT_FAIL_AT": faults}) as job:
+        judge(job, 5, lost={0, 3}, may_be_lost={1, 4})
+
+
+def test_two_at_once_and_all_but_one(tmp_path: pathlib.Path) -> None:
+    """Two that die in the same call are one failure or two; the last member alone goes on."""
+    faults = "0/1=all_reduce.enter@20; 0/3=all_reduce.enter@20; 0/0=broadcast.issued@40; 0/2=broadcast.done@40"
+    with jobs.running(tmp_path, 5, ["collectives.py", "7", "--seed", "3"], {"LIGHTNING_FT_FAIL_AT": faults}) as job:
+        world = judge(job, 5, lost={0, 1, 2, 3})
+        assert world[max(world)] == (4,)
+
+
+@pytest.mark.parametrize("seed", [int(text) for text in os.environ.get("LIGHTNING_FT_TEST_SEEDS", "11 12").split()])
+def test_random_kills(tmp_path: pathlib.Path, seed: int) -> None:
+    """Members that are killed at random moments are survived, one at a time or together."""
+    print(f"seed {seed}: LIGHTNING_FT_TEST_SEEDS={seed} repeats it")
+    draw = random.Random(seed)
+    victims = draw.sample(range(5), draw.randint(2, 4))
+    moments = sorted(draw.randint(5, 300) for _ in victims)
+    if draw.random() < 0.5:
+        moments[1] = moments[0]
+    survivor = next(slot for slot in range(5) if slot not in victims)
+    with jobs.running(tmp_path, 5, ["collectives.py", "9", "--seed", str(seed)]) as job:
+        for victim, moment in zip(victims, moments, strict=True):
+            job.wait_until(lambda moment=moment: len(job.records(f"0/{survivor}")) >= moment)
+            job.kill(f"0/{victim}", signal.SIGKILL)
+        judge(job, 5, lost=set(victims))
