@@ -108,6 +108,9 @@ class GradientReduction(Operation):
         if place.generation == self._early_generation and len(works) == len(self._parts):
             return works
         self._early_generation = None
+        for work in works:  # of a broken view: they fail soon, but until then they write into the buckets
+            with contextlib.suppress(RuntimeError):
+                work.wait()
         for part in self._parts:
             part.load(place.size)
         return [place.group.allreduce([part.tensor]) for part in self._parts]
