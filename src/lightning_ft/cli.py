@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import logging
 import sys
 from collections.abc import Sequence
 
@@ -69,12 +68,13 @@ _SETTINGS = (
 def _run(options: argparse.Namespace) -> int:
     from lightning_ft.config import Settings
     from lightning_ft.errors import LaunchError
+    from lightning_ft.event_log import say_on_console
     from lightning_ft.launch.agent import run_agent
 
     if not 0 <= options.node_rank < options.nnodes:
         raise ValueError(f"--node-rank must be from 0 to {options.nnodes - 1}, got {options.node_rank}")
     settings = Settings.resolve(**{name: getattr(options, name) for name in _SETTINGS})
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    say_on_console()
     command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
     num_slots = options.nproc_per_node
     try:

@@ -148,6 +148,16 @@ class EventLog:
         return file
 
 
+def say_on_console() -> None:
+    """Show what the event log says on stderr, unless the program has configured logging itself."""
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s lightning_ft %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
 def describe(event: str, fields: dict[str, Any]) -> tuple[int, str]:
     """Say an event in words for a person.
 
@@ -166,15 +176,16 @@ def describe(event: str, fields: dict[str, Any]) -> tuple[int, str]:
 _SENTENCES: dict[str, tuple[int, str]] = {
     "job_started": (logging.INFO, "the job starts with {members}"),
     "job_finished": (logging.INFO, "the job ended with status {status}"),
-    "recovered": (logging.INFO, "training goes on after the failure"),
+    "recovered": (logging.INFO, "training goes on in step {step}, {latency_s} s after the failure was noticed"),
+    "evaluation_incomplete": (logging.WARNING, "the {stage} covers {coverage} of the data: {missing} died during it"),
     "failed": (logging.WARNING, "the process fails with {exception}"),
-    "member_joined": (logging.INFO, "joined the job"),
+    "member_joined": (logging.DEBUG, "joined the job"),
     "member_left": (logging.INFO, "left the job as it wished"),
     "failure_detected": (logging.WARNING, "is lost: {detail}"),
     "view_suspended": (logging.WARNING, "training is suspended: {reason}"),
     "view_committed": (logging.INFO, "the members are now {members}: {reason}"),
     "quorum_missing": (logging.WARNING, "training can't go on yet: {reason}"),
-    "job_stopped": (logging.WARNING, "the coordinator stops the job: {reason}"),
+    "job_stopped": (logging.INFO, "the coordinator is done: {reason}"),
 }
 """Level and sentence per event; one that isn't here is said by its name. Fields outside the sentence are appended."""
 

@@ -67,11 +67,12 @@ def prepare(trainer: Trainer, broadcast: Callable[[Any], Any]) -> None:
             shadow.stand_by()
 
 
-def promote(trainer: Trainer) -> None:
+def promote(trainer: Trainer, *, has_progress: bool = True) -> None:
     """Let this process, the new rank 0, write the logs and show the progress bar. A second call changes nothing.
 
     Args:
         trainer: In the training thread, at a point where it has made every logging call that the dead rank had made.
+        has_progress: Whether the bar has anything left to show.
 
     Raises:
         OSError: a log can't be read or written. What was remembered is kept: the call may be made again.
@@ -82,7 +83,8 @@ def promote(trainer: Trainer) -> None:
             shadow.promote()
         else:
             _warnings.warn(f"Rank 0 is a new process: what {type(logger).__name__} does there is its own affair.")
-    _promote_progress_bar(trainer)
+    if has_progress:
+        _promote_progress_bar(trainer)
 
 
 class _Shadow(abc.ABC):

@@ -252,9 +252,17 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         reach("batch.start")
+        self._promote_if_due(has_progress=True)
+
+    def _promote_if_due(self, *, has_progress: bool) -> None:
         if self._is_promoted and self._trainer is not None:
             self._is_promoted = False
-            promotion.promote(self._trainer)
+            promotion.promote(self._trainer, has_progress=has_progress)
+
+    @override
+    def teardown(self) -> None:
+        self._promote_if_due(has_progress=False)  # rank 0 died after the last batch, or in an evaluation
+        super().teardown()
 
     @override
     def optimizer_step(

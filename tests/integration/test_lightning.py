@@ -67,6 +67,7 @@ def test_without_failure_it_is_bitwise_ddp(tmp_path: pathlib.Path, devices: int)
         ("0/0=broadcast_bytes.enter@3", "0/3=reduction.issued@9", "0/1=commit.issued@14"),
         ("0/2=all_reduce.issued@12", "0/0=evaluation.start@2", "0/3=gather_bytes.enter@2"),
         ("0/0=checkpoint.save@1", "0/1=checkpoint.save@3"),
+        ("0/0=evaluation.start@4", "0/1=evaluation.start@5"),  # the last validation, the test
     ],
     ids="+".join,
 )

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
 from lightning_ft.config import Settings
+from lightning_ft.event_log import say_on_console
 from lightning_ft.launch.agent import run_agent
 from lightning_ft.lightning_internals import child_command
 
@@ -59,6 +60,7 @@ class AgentLauncher(_Launcher):
         if "LIGHTNING_FT_MEMBER" in os.environ or self._environment.creates_processes_externally:
             return function(*args, **kwargs)
         self._environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
+        say_on_console()
         node = self._environment.node_rank()
         status = run_agent(
             command_for=lambda slot: child_command(slot)[0],
