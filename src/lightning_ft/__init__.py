@@ -5,7 +5,8 @@ Importing it registers the torch.distributed backend `ft` and, where Lightning i
 
 import contextlib
 
-from lightning_ft.comm.process_group import FaultTolerantProcessGroup, register_backend
+from lightning_ft.comm.backend import register_backend
+from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit, ft_ddp
 from lightning_ft.errors import (

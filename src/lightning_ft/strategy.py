@@ -28,7 +28,8 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ft import lightning_internals, promotion
-from lightning_ft.comm.process_group import FaultTolerantProcessGroup, register_backend
+from lightning_ft.comm.backend import register_backend
+from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.faultpoints import reach

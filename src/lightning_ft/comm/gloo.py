@@ -83,8 +83,10 @@ class GlooTransport:
             if found is not None and (found[0] in own_ports or found[1] in own_ports):
                 yield descriptor
         yield from self._base_sockets
-        for owner in (*self._groups, *self._builds):
-            yield from owner.sockets
+        for group in self._groups:
+            yield from group.sockets
+        for build in self._builds:
+            yield from build.sockets
 
     def build(self, prefix: str, rank: int, size: int, meeting: Address) -> Build:
         """Prepare to make the group `prefix` of `size` members, as its rank `rank`; all of them must do so.
@@ -130,7 +132,7 @@ class GlooTransport:
         build.sockets = tuple(_store_sockets(open_sockets() - before, meeting.store_port))
         prefixed = dist.PrefixStore(prefix, store)
         prefixed.set(f"listener/{rank}", str(self._listener_port))
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._device]
         options._timeout = self._timeout
         group = dist.ProcessGroupGloo(prefixed, rank, size, options)

@@ -1,8 +1,8 @@
 """The collectives of one sequence, each able to be started again, kept and handed over.
 
-Three primitives carry everything: reduce (everybody gets the sum), gather (everybody gets all slots) and broadcast. What
-torch offers beyond them (reduce to one, scatter, gather to one, reduce-scatter) is one of the three with a result that
-is the same on every member, since only such a result can be handed to a member that missed it (PROTOCOL.md#M4).
+Three primitives carry everything: reduce (everybody gets the sum), gather (everybody gets all slots) and broadcast.
+What torch offers beyond them (reduce to one, scatter, gather to one, reduce-scatter) is one of the three with a result
+that is the same on every member, since only such a result can be handed to a member that missed it (PROTOCOL.md#M4).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_ft.comm.gloo import InnerGroup
+from lightning_ft.errors import ProtocolViolationError
 
 SMALL_BYTES = 64 * 1024
 """Up to here a broadcast is one all-reduce; above, a broadcast and an acknowledgement, which moves fewer bytes."""
@@ -94,7 +96,7 @@ class Operation(ABC):
 
     @abstractmethod
     def payload(self) -> list[Tensor]:
-        """Return the kept result: contiguous tensors, the same on every member, unchanged until the next number is final."""
+        """Return the kept result: contiguous, the same on every member, unchanged until the next number is final."""
 
     @abstractmethod
     def adopt(self, payload: list[Tensor]) -> None:
@@ -116,12 +118,23 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def acknowledge(place: Place) -> dist.Work:
     """Start the smallest full-dependency collective."""
-    return place.group.allreduce([torch.zeros(1)])
+    work: dist.Work = place.group.allreduce([torch.zeros(1)])
+    return work
 
 
 def _load(targets: Sequence[Tensor], payload: Sequence[Tensor]) -> None:
+    _check_sizes([target.nbytes for target in targets], payload)
     for target, source in zip(targets, payload, strict=True):
         target.copy_(source.view(target.dtype).view(target.shape))
+
+
+def _check_sizes(expected: Sequence[int], payload: Sequence[Tensor]) -> None:
+    found = [tensor.nbytes for tensor in payload]
+    if found != expected:  # trying again in the next view would find the same
+        raise ProtocolViolationError(
+            f"adopting a result failed: expected tensors of {expected} bytes, got {found}. The ranks called the same "
+            "collective with tensors of different sizes."
+        )
 
 
 class Reduce(Operation):
@@ -154,6 +167,7 @@ class Reduce(Operation):
         self._saved = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
         self._was_started = False
 
+    @override
     def start(self, place: Place) -> Sequence[dist.Work]:
         if self._was_started:
             for tensor, saved in zip(self._tensors, self._saved, strict=True):
@@ -162,6 +176,7 @@ class Reduce(Operation):
         works = [place.group.allreduce([tensor], self._options) for tensor in self._tensors if tensor.numel()]
         return works or [acknowledge(place)]
 
+    @override
     def finish(self, place: Place) -> None:
         for tensor, saved in zip(self._tensors, self._saved, strict=True):
             if self._is_average:
@@ -170,9 +185,11 @@ class Reduce(Operation):
         if self._deliver is not None:
             self._deliver()
 
+    @override
     def payload(self) -> list[Tensor]:
         return self._saved
 
+    @override
     def adopt(self, payload: list[Tensor]) -> None:
         _load(self._saved, payload)
         for tensor, saved in zip(self._tensors, self._saved, strict=True):
@@ -180,6 +197,7 @@ class Reduce(Operation):
         if self._deliver is not None:
             self._deliver()
 
+    @override
     def is_redoable(self, members: tuple[str, ...]) -> bool:
         return not self._is_slotted or members == self.members
 
@@ -205,25 +223,30 @@ class Gather(Operation):
         self.deliver = deliver
         self._kept: list[Tensor] = []
 
+    @override
     def start(self, place: Place) -> Sequence[dist.Work]:
         if not self._tensor.numel():
             return [acknowledge(place)]
         return [place.group.allgather([self._slots], [self._tensor])]
 
+    @override
     def finish(self, place: Place) -> None:
         self._kept = [slot.detach().clone(memory_format=torch.contiguous_format) for slot in self._slots]
         if self.deliver is not None:
             self.deliver()
 
+    @override
     def payload(self) -> list[Tensor]:
         return self._kept
 
+    @override
     def adopt(self, payload: list[Tensor]) -> None:
         _load(self._slots, payload)
         self._kept = payload
         if self.deliver is not None:
             self.deliver()
 
+    @override
     def is_redoable(self, members: tuple[str, ...]) -> bool:
         return members == self.members
 
@@ -260,6 +283,7 @@ class Broadcast(Operation):
         self._flat = torch.cat([as_bytes(tensor.detach().contiguous()) for tensor in tensors])
         self._sent = self._flat
 
+    @override
     def start(self, place: Place) -> Sequence[dist.Work]:
         is_root = place.rank == self._root
         self._sent = self._flat
@@ -274,13 +298,17 @@ class Broadcast(Operation):
         options.rootRank = self._root
         return [place.group.broadcast([self._sent], options), acknowledge(place)]
 
+    @override
     def finish(self, place: Place) -> None:
         self.adopt([self._sent])
 
+    @override
     def payload(self) -> list[Tensor]:
         return [self._flat]
 
+    @override
     def adopt(self, payload: list[Tensor]) -> None:
+        _check_sizes([self._flat.nbytes], payload)
         (self._flat,) = payload
         self._sent = self._flat
         start = 0
@@ -293,6 +321,7 @@ class Broadcast(Operation):
         if self._deliver is not None:
             self._deliver()
 
+    @override
     def is_redoable(self, members: tuple[str, ...]) -> bool:
         if self._is_slotted and members != self.members:
             return False
@@ -319,10 +348,12 @@ class GatherBytes(Operation):
         self._sizes: list[Tensor] = []
         self.entries: list[Tensor] = []
 
+    @override
     def start(self, place: Place) -> Sequence[dist.Work]:
         self._sizes = [torch.zeros(1, dtype=torch.int64) for _ in place.members]
         return [place.group.allgather([self._sizes], [torch.tensor([self._data.numel()])])]
 
+    @override
     def finish(self, place: Place) -> None:
         sizes = [int(size) for size in self._sizes]
         widest = max(sizes)
@@ -333,9 +364,11 @@ class GatherBytes(Operation):
             place.group.allgather([slots], [padded]).wait()
         self.entries = [slot[:size] for slot, size in zip(slots, sizes, strict=True)]
 
+    @override
     def payload(self) -> list[Tensor]:
         return self.entries
 
+    @override
     def adopt(self, payload: list[Tensor]) -> None:
         self.entries = payload
 
@@ -360,12 +393,14 @@ class BroadcastBytes(Operation):
         self._size = torch.zeros(1, dtype=torch.int64)
         self.data = torch.empty(0, dtype=torch.uint8)
 
+    @override
     def start(self, place: Place) -> Sequence[dist.Work]:
         if place.rank == self._root:
             self.data = torch.frombuffer(bytearray(self._make()), dtype=torch.uint8)
         self._size = torch.tensor([self.data.numel() if place.rank == self._root else 0])
         return [place.group.allreduce([self._size])]
 
+    @override
     def finish(self, place: Place) -> None:
         if place.rank != self._root:
             self.data = torch.empty(int(self._size), dtype=torch.uint8)
@@ -374,11 +409,14 @@ class BroadcastBytes(Operation):
         place.group.broadcast([self.data], options).wait()
         acknowledge(place).wait()
 
+    @override
     def payload(self) -> list[Tensor]:
         return [self.data]
 
+    @override
     def adopt(self, payload: list[Tensor]) -> None:
         (self.data,) = payload
 
+    @override
     def is_redoable(self, members: tuple[str, ...]) -> bool:
         return self._root < len(members)

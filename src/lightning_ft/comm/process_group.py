@@ -1,18 +1,14 @@
 """Backend `ft`: a torch process group that outlives its members.
 
-Everything that speaks torch.distributed arrives here: DDP, SyncBatchNorm, Lightning's barriers, a user's own collectives.
-Private API read in torch 2.13.0: `dist.distributed_c10d._world.pg_group_ranks` (`_update_rank_table`) and the methods that
-c10d calls on a group (tests/unit/comm/test_process_group.py fails clearly if they change).
+Everything that speaks torch.distributed arrives here: DDP, SyncBatchNorm, Lightning's barriers, a user's own
+collectives. The methods' names are those by which c10d calls a group in torch 2.13.0
+(tests/unit/comm/test_process_group.py fails clearly if they change).
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import datetime
 import functools
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,82 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ft.comm.gloo import GlooTransport, reachable_host
 from lightning_ft.comm.operations import Broadcast, BroadcastBytes, Gather, GatherBytes, Operation, Reduce
 from lightning_ft.comm.ring import Ring
 from lightning_ft.comm.sequence import CollectiveSequence
-from lightning_ft.comm.sockets import ForkGuard, open_sockets
-from lightning_ft.config import Settings
-from lightning_ft.coordinator.client import MembershipClient
-from lightning_ft.errors import LaunchError, MembershipChangedError
+from lightning_ft.comm.works import PendingWork, PointToPointWork
+from lightning_ft.errors import MembershipChangedError
 
-_SUM = dist.ReduceOp.SUM
+_Base: Any = dist.ProcessGroup  # torch's stubs know neither Python subclasses nor their methods' plain signatures
 
 
-class PendingWork(dist.Work):  # type: ignore[misc]
-    """A numbered collective that may not be final yet; `wait` recovers if it has to."""
-
-    def __init__(self, ring: Ring, sequence: CollectiveSequence, operation: Operation, result: object) -> None:
-        super().__init__()
-        self._ring = ring
-        self._sequence = sequence
-        self._operation = operation
-        self._result = result
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Block until the result is there. `timeout` is ignored: the group's own applies."""
-        self._ring.finish(self._sequence, self._operation)
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once. Polling repairs a broken collective as waiting does."""
-        return self._ring.poll(self._sequence, self._operation)
-
-    def is_success(self) -> bool:
-        """Whether it is final and has a result."""
-        return self._operation.is_final and self._operation.error is None
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return a completed future; waits first, since nothing runs behind the caller's back."""
-        self.wait()
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._result)
-        return future
-
-    def result(self) -> Any:
-        """Return the output tensors."""
-        return self._result
-
-
-class PointToPointWork(dist.Work):  # type: ignore[misc]
-    """A message on its way; not repeated if it breaks."""
-
-    def __init__(self, work: dist.Work, make_error: Callable[[], MembershipChangedError]) -> None:
-        super().__init__()
-        self._work = work
-        self._make_error = make_error
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Block until the message has been taken or has arrived.
-
-        Raises:
-            MembershipChangedError: The connection broke first.
-        """
-        try:
-            return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
-        except RuntimeError as error:
-            raise self._make_error() from error
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return bool(self._work.is_completed())
-
-
-class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+class FaultTolerantProcessGroup(_Base):  # type: ignore[misc]
     """A group of logical members over inner groups that come and go.
 
     Rank and size are those of the *visible view* (PROTOCOL.md): they change only between two collectives, at the same
-    one on all members. Collectives are finished by the survivors whatever happens to the others; the ones whose arguments
+    one on all members. Collectives are finished by the survivors whatever happens to the others; those whose arguments
     depend on the ranks raise MembershipChangedError on all survivors alike.
 
     Args:
@@ -178,7 +112,7 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self.ring.submit(self.sequence, operation)
         return PendingWork(self.ring, self.sequence, operation, result)
 
-    def _inner(self) -> dist.ProcessGroupGloo:
+    def _inner(self) -> Any:
         if self.sequence.place is None:
             raise RuntimeError("the view is broken")
         return self.sequence.place.group
@@ -187,7 +121,7 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Reduce in place on all members; AVG is supported."""
         opts = _options(opts, dist.AllreduceOptions)
         if self._is_direct:
-            return self._inner().allreduce(tensors, opts)
+            return self._inner().allreduce(tensors, opts)  # type: ignore[no-any-return]
         return self._submit(Reduce(_each(tensors), opts.reduceOp), tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -208,13 +142,13 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Copy the root's tensors to all members."""
         opts = _options(opts, dist.BroadcastOptions)
         if self._is_direct:
-            return self._inner().broadcast(tensors, opts)
+            return self._inner().broadcast(tensors, opts)  # type: ignore[no-any-return]
         return self._submit(Broadcast(_each(tensors), _root(opts, self.size())), tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Give every member every member's tensor, one slot per rank."""
         if self._is_direct:
-            return self._inner().allgather(outputs, inputs)
+            return self._inner().allgather(outputs, inputs)  # type: ignore[no-any-return]
         slots = self._slots(outputs[0], "all_gather")
         return self._submit(Gather(slots, _one(inputs).contiguous()), outputs)
 
@@ -291,7 +225,7 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         place = self._point_to_point("recv", src)
         return PointToPointWork(place.recv(tensors, src, tag), lambda: self._changing_error("recv", src))
 
-    def _point_to_point(self, what: str, peer: int) -> dist.ProcessGroupGloo:
+    def _point_to_point(self, what: str, peer: int) -> Any:
         place, view = self.sequence.place, self.ring.view
         if place is None or view.is_severed or place.members != self.sequence.visible:
             raise self._changing_error(what, peer)
@@ -300,8 +234,8 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _changing_error(self, what: str, peer: int) -> MembershipChangedError:
         generation = self.ring.view.generation
         return MembershipChangedError(
-            f"{what} with rank {peer} failed: the members are changing (generation={generation}). Point-to-point messages "
-            "are not repeated; call a collective (barrier) first, read the new ranks and try again.",
+            f"{what} with rank {peer} failed: the members are changing (generation={generation}). Point-to-point "
+            "messages are not repeated; call a collective (barrier) first, read the new ranks and try again.",
             member=self.ring.member,
             generation=generation,
         )
@@ -332,7 +266,7 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return operation.data.numpy().tobytes()
 
     def broadcast_any_root(self, tensors: list[Tensor], root: int = 0) -> dist.Work:
-        """As `broadcast`, but everybody's tensors are valid, so that the root may die: whoever gets its rank is the root."""
+        """As `broadcast`, but all tensors are valid, so that the root may die: whoever gets its rank is the root."""
         return self._submit(Broadcast(_each(tensors), root, is_any_root=True), tensors)
 
     def _slots(self, slots: Sequence[Tensor], what: str) -> list[Tensor]:
@@ -345,8 +279,8 @@ class FaultTolerantProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _slots_error(self, what: str) -> MembershipChangedError:
         return MembershipChangedError(
-            f"{what} failed: the members changed to {', '.join(self.members)} in the collective right before it, after its "
-            "arguments had been made. Read the new rank and world size and call again.",
+            f"{what} failed: the members changed to {', '.join(self.members)} in the collective right before it, after "
+            "its arguments had been made. Read the new rank and world size and call again.",
             member=self.ring.member,
             generation=self.ring.view.generation,
         )
@@ -376,71 +310,3 @@ def _one(tensors: Sequence[Tensor]) -> Tensor:
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
-
-
-# -- registration -------------------------------------------------------------------------------------------------------
-
-_ring: Ring | None = None
-
-
-def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
-    """Make WORLD (no ranks given) or a sub-group; torch calls it from init_process_group and new_group."""
-    global _ring  # noqa: PLW0603 - one ring per process, as there is one WORLD
-    if options.global_ranks_in_group:
-        assert _ring is not None
-        sequence = _ring.add_group(str(options.group_id), tuple(options.global_ranks_in_group))
-        return FaultTolerantProcessGroup(_ring, sequence)
-    settings = Settings.resolve()
-    missing = [name for name in ("COORDINATOR", "TOKEN", "MEMBER") if not os.environ.get(f"LIGHTNING_FT_{name}")]
-    if missing:
-        raise LaunchError(
-            f"init_process_group('ft') failed: LIGHTNING_FT_{missing[0]} is not set, so this process was not started as "
-            "a member of a job. Start the script with `lightning-ft run --nproc-per-node N script.py`, or use "
-            'Trainer(strategy="ft_ddp"), which starts the processes itself.'
-        )
-    transport = GlooTransport(reachable_host(), settings.timeout)
-    member = os.environ["LIGHTNING_FT_MEMBER"]
-    client = MembershipClient(
-        endpoint=os.environ["LIGHTNING_FT_COORDINATOR"],
-        token=os.environ["LIGHTNING_FT_TOKEN"],
-        member=member,
-        incarnation=int(os.environ.get("LIGHTNING_FT_INCARNATION", "0")),
-        address=transport.address,
-        settings=settings,
-    )
-    ForkGuard(lambda: [found for found in open_sockets() if found.number == client.fileno()])
-    _ring = Ring(client, transport, member, settings)
-    _ring.on_renumbered.append(_update_rank_table)
-    _ring.start()
-    atexit.register(_leave_at_exit, _ring, os.getpid())
-    return FaultTolerantProcessGroup(_ring, _ring.world)
-
-
-def _leave_at_exit(ring: Ring, pid: int) -> None:
-    if os.getpid() != pid:  # a fork that ends like a program: it is no member, and has no threads to leave with
-        return
-    error = getattr(sys, "last_value", None)
-    if error is None:
-        ring.leave()
-    else:  # the interpreter ends with an exception: the others must not wait
-        ring.crash(error)
-
-
-def _update_rank_table() -> None:
-    """Tell c10d the new ranks: it translates WORLD ranks to a group's with a table that it never updates."""
-    world_state = dist.distributed_c10d._world
-    world = dist.group.WORLD
-    if not isinstance(world, FaultTolerantProcessGroup):
-        return
-    rank_of = {member: rank for rank, member in enumerate(world.members)}
-    for group in tuple(world_state.pg_group_ranks):
-        if isinstance(group, FaultTolerantProcessGroup):
-            world_state.pg_group_ranks[group] = {
-                rank_of[member]: rank for rank, member in enumerate(group.members) if member in rank_of
-            }
-
-
-def register_backend() -> None:
-    """Make `ft` known to torch.distributed; idempotent."""
-    if "ft" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("ft", _create, extended_api=True, devices=["cpu", "cuda"])

@@ -14,8 +14,6 @@ import time
 import traceback
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from lightning_ft.comm.gloo import Build, GlooTransport, InnerGroup, RingBrokenError
 from lightning_ft.comm.operations import Kind, Operation, Place
 from lightning_ft.comm.sequence import CollectiveSequence, Settled
@@ -200,8 +198,8 @@ class Ring:
     def add_group(self, name: str, ranks: tuple[int, ...]) -> CollectiveSequence:
         """Make a sub-group of the visible members with these ranks; its members meet in it.
 
-        They must meet now, not at the first use: in a recovery, a member that has made the group waits there for one that
-        has not, which would not come if it used the group only after a number that needs the waiting one.
+        They must meet now, not at the first use: in a recovery, a member that has made the group waits there for one
+        that         has not, which would not come if it used the group only after a number that needs the waiting one.
         """
         with self._lock:
             members = tuple(self.world.visible[rank] for rank in ranks)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from lightning_ft.comm.operations import Kind, Operation, Place, acknowledge, as_bytes
 from lightning_ft.errors import MembershipChangedError, ProtocolViolationError
 from lightning_ft.faultpoints import reach
-from lightning_ft.membership import settle
+from lightning_ft.membership.settle import SettlePlan, Standing
+from lightning_ft.membership.settle import plan as plan_settling
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class CollectiveSequence:
 
     Attributes:
         completed: The last final number.
-        visible: What rank and world size say to the caller: members of the view in which the last number that was `show`n
-            became final.
+        visible: What rank and world size say to the caller: members of the view in which the last number that was
+            `show`n             became final.
         pending: The operation in number `completed + 1`, if this member is in it.
         works: Its inner works; None if it is not running on the current place.
         place: Where it runs now; None while there is none.
@@ -99,7 +100,9 @@ class CollectiveSequence:
             RuntimeError: A work failed.
         """
         operation, place = self.pending, self.place
-        assert operation is not None and place is not None and self.works is not None
+        assert operation is not None
+        assert place is not None
+        assert self.works is not None
         for work in self.works:
             work.wait()
         if not operation.is_void:
@@ -147,8 +150,8 @@ class CollectiveSequence:
         """
         reach("recover.exchange")
         rows = self._exchange(place)
-        plan = settle.plan(
-            [settle.Standing(completed=row[0], kept_is_void=bool(row[1]), kept_generation=row[2]) for row in rows]
+        plan = plan_settling(
+            [Standing(completed=row[0], kept_is_void=bool(row[1]), kept_generation=row[2]) for row in rows]
         )
         reach("recover.handover")
         if plan.donor is not None:
@@ -183,7 +186,7 @@ class CollectiveSequence:
             operation.error = MembershipChangedError(
                 f"{operation.name} number {operation.number} of {self.name} failed: its arguments depend on the ranks, "
                 f"and before anyone had the result the members changed from {', '.join(operation.members)} to "
-                f"{', '.join(members)} (generation={generation}). All ranks raise this at the same number; read the new "
+                f"{', '.join(members)} (generation={generation}). All ranks raise it at this number; read the new "
                 "rank and world size and call again.",
                 generation=generation,
             )
@@ -219,22 +222,23 @@ class CollectiveSequence:
             )
         return rows
 
-    def _hand_over(self, plan: settle.SettlePlan, generation: int, members: tuple[str, ...], place: Place) -> None:
+    def _hand_over(self, plan: SettlePlan, generation: int, members: tuple[str, ...], place: Place) -> None:
         has_result = self.completed == plan.target
         operation = self._kept if has_result else self.pending
         if operation is None or operation.number != plan.target:
             raise ProtocolViolationError(
                 f"adopting number {plan.target} of {self.name} failed: expected to be in it, but completed="
-                f"{self.completed} and pending={operation and operation.number}. Do all ranks issue the same collectives?",
+                f"{self.completed} and pending={operation and operation.number}. Do all ranks issue the same "
+                "collectives?",
                 generation=place.generation,
             )
         operation.is_void = plan.handover_is_void
         if not plan.handover_is_void:
-            self._transfer(operation, has_result, plan.donor or 0, place)
+            self._transfer(operation, plan.donor or 0, place, has_result=has_result)
         if not has_result:
             self._finalize(operation, generation, members)
 
-    def _transfer(self, operation: Operation, has_result: bool, donor: int, place: Place) -> None:
+    def _transfer(self, operation: Operation, donor: int, place: Place, *, has_result: bool) -> None:
         payload = [as_bytes(tensor) for tensor in operation.payload()] if has_result else []
         count = torch.tensor([len(payload)])
         _broadcast(count, donor, place)

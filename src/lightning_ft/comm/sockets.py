@@ -28,14 +28,14 @@ class Descriptor:
 
 def _link(number: int) -> str:
     try:
-        return os.readlink(f"{_DESCRIPTORS}/{number}")
+        return os.readlink(f"{_DESCRIPTORS}/{number}")  # noqa: PTH115 - in every recovery, for every descriptor
     except OSError:
         return ""
 
 
 def open_sockets() -> frozenset[Descriptor]:
     """Return all sockets that this process has open now."""
-    found = ((int(name), _link(int(name))) for name in os.listdir(_DESCRIPTORS))
+    found = ((int(name), _link(int(name))) for name in os.listdir(_DESCRIPTORS))  # noqa: PTH208
     return frozenset(Descriptor(number, link) for number, link in found if link.startswith("socket:"))
 
 

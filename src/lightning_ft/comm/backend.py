@@ -1,0 +1,87 @@
+"""Registers backend `ft`, and makes its groups when torch asks for them.
+
+Private API read in torch 2.13.0: `dist.distributed_c10d._world.pg_group_ranks` (`_update_rank_table`) and what a
+creator with `extended_api` is given (tests/unit/comm/test_process_group.py fails clearly if they change).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_ft.comm.gloo import GlooTransport, reachable_host
+from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+from lightning_ft.comm.ring import Ring
+from lightning_ft.comm.sockets import ForkGuard, open_sockets
+from lightning_ft.config import Settings
+from lightning_ft.coordinator.client import MembershipClient
+from lightning_ft.errors import LaunchError
+
+_ring: Ring | None = None
+
+
+def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
+    """Make WORLD (no ranks given) or a sub-group; torch calls it from init_process_group and new_group."""
+    global _ring  # noqa: PLW0603 - one ring per process, as there is one WORLD
+    if options.global_ranks_in_group:
+        assert _ring is not None
+        sequence = _ring.add_group(str(options.group_id), tuple(options.global_ranks_in_group))
+        return FaultTolerantProcessGroup(_ring, sequence)
+    settings = Settings.resolve()
+    missing = [name for name in ("COORDINATOR", "TOKEN", "MEMBER") if not os.environ.get(f"LIGHTNING_FT_{name}")]
+    if missing:
+        raise LaunchError(
+            f"init_process_group('ft') failed: LIGHTNING_FT_{missing[0]} is not set, so this process was not started "
+            "as a member of a job. Start the script with `lightning-ft run --nproc-per-node N script.py`, or use "
+            'Trainer(strategy="ft_ddp"), which starts the processes itself.'
+        )
+    transport = GlooTransport(reachable_host(), settings.timeout)
+    member = os.environ["LIGHTNING_FT_MEMBER"]
+    client = MembershipClient(
+        endpoint=os.environ["LIGHTNING_FT_COORDINATOR"],
+        token=os.environ["LIGHTNING_FT_TOKEN"],
+        member=member,
+        incarnation=int(os.environ.get("LIGHTNING_FT_INCARNATION", "0")),
+        address=transport.address,
+        settings=settings,
+    )
+    ForkGuard(lambda: [found for found in open_sockets() if found.number == client.fileno()])
+    _ring = Ring(client, transport, member, settings)
+    _ring.on_renumbered.append(_update_rank_table)
+    _ring.start()
+    atexit.register(_leave_at_exit, _ring, os.getpid())
+    return FaultTolerantProcessGroup(_ring, _ring.world)
+
+
+def _leave_at_exit(ring: Ring, pid: int) -> None:
+    if os.getpid() != pid:  # a fork that ends like a program: it is no member, and has no threads to leave with
+        return
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        ring.leave()
+    else:  # the interpreter ends with an exception: the others must not wait
+        ring.crash(error)
+
+
+def _update_rank_table() -> None:
+    """Tell c10d the new ranks: it translates WORLD ranks to a group's with a table that it never updates."""
+    world_state = dist.distributed_c10d._world
+    world = dist.group.WORLD
+    if not isinstance(world, FaultTolerantProcessGroup):
+        return
+    rank_of = {member: rank for rank, member in enumerate(world.members)}
+    for group in tuple(world_state.pg_group_ranks):
+        if isinstance(group, FaultTolerantProcessGroup):
+            world_state.pg_group_ranks[group] = {
+                rank_of[member]: rank for rank, member in enumerate(group.members) if member in rank_of
+            }
+
+
+def register_backend() -> None:
+    """Make `ft` known to torch.distributed; idempotent."""
+    if "ft" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("ft", _create, extended_api=True, devices=["cpu", "cuda"])
