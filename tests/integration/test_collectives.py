@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import random
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Set as AbstractSet
 
 import pytest
@@ -156,3 +158,105 @@ def test_random_kills(tmp_path: pathlib.Path, seed: int) -> None:
             job.wait_until(lambda moment=moment: len(job.records(f"0/{survivor}")) >= moment)
             job.kill(f"0/{victim}", signal.SIGKILL)
         judge(job, 5, lost=set(victims))
+
+
+def causes(job: jobs.Job) -> dict[str, str]:
+    """Return why the coordinator gave up each lost member."""
+    return {event["member"]: event["cause"] for event in job.events() if event["event"] == "failure_detected"}
+
+
+def sums(job: jobs.Job, member: str) -> list[tuple[float, int]]:
+    """Return the sums that a member got, with the world size after each."""
+    return [(line["value"], line["size"]) for line in job.records(member) if line["event"] == "sum"]
+
+
+def check_sums(job: jobs.Job, members: list[str], expected: list[tuple[float, int]]) -> None:
+    """Check which sums members got, and in which order they changed; one may be sooner or later."""
+    first = sums(job, members[0])
+    assert all(sums(job, member) == first for member in members), job.output()
+    assert list(dict.fromkeys(first)) == expected, job.output()
+    assert all(job.records(member)[-1]["event"] == "end" for member in members), job.output()
+
+
+def test_a_leaver_and_a_member_that_raises(tmp_path: pathlib.Path) -> None:
+    """One that ends early is no failure, one that raises shows its traceback; the others go on and the job succeeds."""
+    with jobs.running(tmp_path, 4, ["endings.py", "leave_or_raise"]) as job:
+        assert job.finish() == 0, job.output()
+        check_sums(job, ["0/0", "0/2"], [(15.0, 4), (7.0, 3), (5.0, 2)])
+        assert len(sums(job, "0/3")) == 20
+        assert len(sums(job, "0/1")) == 40
+        assert "ValueError: member 1 has had enough" in job.output()
+        assert set(causes(job)) == {"0/1"}
+
+
+def test_all_raise(tmp_path: pathlib.Path) -> None:
+    """A job whose members all raise ends with a failure and shows their tracebacks."""
+    with jobs.running(tmp_path, 2, ["endings.py", "all_raise"]) as job:
+        assert job.finish() != 0
+        assert "ValueError: member 0 has had enough" in job.output()
+        assert "ValueError: member 1 has had enough" in job.output()
+
+
+def test_impossible_calls_raise_on_all_members_and_the_group_goes_on(tmp_path: pathlib.Path) -> None:
+    """What torch can't do raises RuntimeError on all members at that call, and nothing else is lost."""
+    with jobs.running(tmp_path, 2, ["endings.py", "impossible"]) as job:
+        assert job.finish() == 0, job.output()
+        for member in ("0/0", "0/1"):
+            attempts = [line for line in job.records(member) if line["event"] == "attempt"]
+            assert len(attempts) == 10, job.output()
+            assert all(line["sum"] == 2.0 for line in attempts)
+            for line in attempts:
+                assert line["error"] == ("ValueError" if line["name"] == "slot number" else "RuntimeError"), line
+            assert "Invalid scalar type" in attempts[0]["text"]
+        assert causes(job) == {}
+
+
+def test_different_sizes_end_with_an_error(tmp_path: pathlib.Path) -> None:
+    """Tensors of different sizes in one call end in an error within the timeout, not in rebuilding for ever."""
+    environment = {"LIGHTNING_FT_TIMEOUT": "15", "LIGHTNING_FT_HEARTBEAT_TIMEOUT": "2"}
+    with jobs.running(tmp_path, 3, ["endings.py", "shapes"], environment) as job:
+        job.finish()  # its status is Gloo's: with some sizes it ends the process
+        output = job.output()
+        assert "doesn't match expected size" in output or "can't be done" in output or "different sizes" in output
+        assert sum(event["event"] == "view_committed" for event in job.events()) < 20
+
+
+def test_silent_and_blocked_members(tmp_path: pathlib.Path) -> None:
+    """One that is stopped counts as silent, one that blocks for ever as hung; both are killed, the others go on."""
+    environment = {
+        "LIGHTNING_FT_FAIL_AT": "0/1=all_reduce.issued@20:stop",
+        "LIGHTNING_FT_HEARTBEAT_INTERVAL": "0.2",
+        "LIGHTNING_FT_HEARTBEAT_TIMEOUT": "2",
+        "LIGHTNING_FT_TIMEOUT": "15",  # also how long a member may take to start
+    }
+    with jobs.running(tmp_path, 4, ["endings.py", "silence"], environment) as job:
+        assert job.finish() == 0, job.output()
+        check_sums(job, ["0/0", "0/3"], [(15.0, 4), (13.0, 3), (9.0, 2)])
+        assert causes(job) == {"0/1": "heartbeat", "0/2": "hang"}
+        for member in ("0/1", "0/2"):
+            assert not pathlib.Path(f"/proc/{job.pid(member)}").exists()
+
+
+def test_forked_children_hold_nobody_up(tmp_path: pathlib.Path) -> None:
+    """Children that a killed member has forked hold none of its connections, and one that ends leaves nothing."""
+    with jobs.running(tmp_path, 3, ["endings.py", "forks"]) as job:
+        assert job.finish() == 0, job.output()
+        check_sums(job, ["0/0", "0/2"], [(7.0, 3), (5.0, 2)])
+        assert len(sums(job, "0/1")) == 26
+        assert next(line for line in job.records("0/1") if line["event"] == "forked")["status"] == 0
+        for index in range(2):
+            assert json.loads((tmp_path / f"child-{index}.json").read_text())["tcp"] == []
+        assert set(causes(job)) == {"0/1"}
+
+
+def test_no_orphan_outlives_the_agent(tmp_path: pathlib.Path) -> None:
+    """When the agent is killed, its members end in the middle of their collectives."""
+    with jobs.running(tmp_path, 2, ["endings.py", "orphan"]) as job:
+        job.wait_until(lambda: all(len(job.records(member)) > 5 for member in ("0/0", "0/1")))
+        pids = [job.pid(member) for member in ("0/0", "0/1")]
+        job.process.kill()
+        job.process.wait()
+        deadline_s = time.monotonic() + 60
+        while any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids):
+            assert time.monotonic() < deadline_s, job.output()
+            time.sleep(0.01)
