@@ -1,8 +1,8 @@
 """Named places where a test can make a process fail. Off unless `LIGHTNING_FT_FAIL_AT` is set.
 
-`LIGHTNING_FT_FAIL_AT="0/1=commit.enter@3; 0/0=recover.settle:stop"`: member `0/1` is killed the third time it reaches
-`commit.enter`, member `0/0` is stopped (SIGSTOP) the first time it reaches `recover.settle`. Actions: `kill` (default),
-`stop`, `raise` (RuntimeError), `exit` (sys.exit(1)).
+`LIGHTNING_FT_FAIL_AT="0/1=commit.enter@3; 0/0=commit.done@9>recover.confirm:stop"`: member `0/1` is killed the third
+time it reaches `commit.enter`; member `0/0` is stopped (SIGSTOP) the first time that it reaches `recover.confirm` after
+it reached `commit.done` nine times. Actions: `kill` (default), `stop`, `raise` (RuntimeError), `exit` (sys.exit(1)).
 """
 
 from __future__ import annotations
@@ -13,34 +13,49 @@ import re
 import signal
 import sys
 
-_ENTRY = re.compile(r"^(?P<member>[^=]+)=(?P<point>[\w.]+)(@(?P<count>\d+))?(:(?P<action>kill|stop|raise|exit))?$")
+_STAGE = r"[\w.]+(?:@\d+)?"
+_ENTRY = re.compile(rf"^(?P<member>[^=]+)=(?P<stages>{_STAGE}(?:>{_STAGE})*)(?::(?P<action>kill|stop|raise|exit))?$")
 
 
 @dataclasses.dataclass(slots=True)
 class _Fault:
-    remaining: int
+    """What is still to be reached, in order: (point, how often)."""
+
+    stages: list[tuple[str, int]]
     action: str
 
+    def is_due(self, point: str) -> bool:
+        expected, count = self.stages[0]
+        if point != expected:
+            return False
+        self.stages[0] = (expected, count - 1)
+        if count == 1:
+            self.stages.pop(0)
+        return not self.stages
 
-def parse(text: str, member: str) -> dict[str, list[_Fault]]:
+
+def parse(text: str, member: str) -> list[_Fault]:
     """Read the faults of one member.
 
     Raises:
-        ValueError: An entry is not `member=point[@count][:action]`.
+        ValueError: An entry is not `member=point[@count][>point[@count]...][:action]`.
     """
-    faults: dict[str, list[_Fault]] = {}
+    faults = []
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         match = _ENTRY.match(entry)
         if match is None:
-            raise ValueError(f"LIGHTNING_FT_FAIL_AT entry must be member=point[@count][:action], got {entry!r}")
+            raise ValueError(
+                f"LIGHTNING_FT_FAIL_AT entry must be member=point[@count][>point[@count]...][:action], got {entry!r}"
+            )
         if match["member"] == member:
-            faults.setdefault(match["point"], []).append(_Fault(int(match["count"] or 1), match["action"] or "kill"))
+            stages = [stage.partition("@") for stage in match["stages"].split(">")]
+            faults.append(_Fault([(point, int(count or 1)) for point, _, count in stages], match["action"] or "kill"))
     return faults
 
 
-def _from_environment() -> dict[str, list[_Fault]]:
+def _from_environment() -> list[_Fault]:
     text = os.environ.get("LIGHTNING_FT_FAIL_AT", "")
-    return parse(text, os.environ.get("LIGHTNING_FT_MEMBER", "")) if text else {}
+    return parse(text, os.environ.get("LIGHTNING_FT_MEMBER", "")) if text else []
 
 
 _faults = _from_environment()
@@ -49,9 +64,9 @@ _faults = _from_environment()
 def reach(point: str) -> None:
     """Mark that the process is at `point`; fails there if the environment asked for it."""
     if _faults:
-        for fault in _faults.get(point, ()):
-            fault.remaining -= 1
-            if fault.remaining == 0:
+        for fault in list(_faults):
+            if fault.is_due(point):
+                _faults.remove(fault)
                 _fail(point, fault.action)
 
 

@@ -81,15 +81,21 @@ def test_kill_at_a_point_of_the_step(tmp_path: pathlib.Path, schedule: list[tupl
         _check(job, 130, set(MEMBERS) - {member for member, _, _ in schedule}, model="batchnorm")
 
 
-@pytest.mark.parametrize("victims", [("0/0", "0/1"), ("0/3", "0/2"), ("0/4", "0/0")], ids="+".join)
-@pytest.mark.parametrize("point", RECOVERY)
-def test_kill_in_the_recovery_from_another(tmp_path: pathlib.Path, point: str, victims: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "victims", [("0/0", "0/1", "0/4", "0/3"), ("0/3", "0/2", "0/0", "0/1"), ("0/4", "0/0", "0/2", "0/1")], ids="+".join
+)
+@pytest.mark.parametrize("points", [RECOVERY[:2], RECOVERY[2:4], RECOVERY[4:]], ids="+".join)
+def test_kill_in_the_recovery_from_another(tmp_path: pathlib.Path, points: list[str], victims: tuple[str, ...]) -> None:
     """A second member that dies at any point of the recovery from a first costs one more round, nothing else."""
-    first, second = victims
-
-    faults = f"{first}=reduction.issued@20; {second}={point}@2"
-    with jobs.running(tmp_path, 5, ["plain_loop.py", "60"], {"LIGHTNING_FT_FAIL_AT": faults}) as job:
-        _check(job, 60, set(MEMBERS) - {first, second}, model="mlp")
+    first, second, third, fourth = victims
+    faults = [
+        f"{first}=reduction.issued@20",
+        f"{second}=reduction.enter@15>{points[0]}",
+        f"{third}=commit.issued@50",
+        f"{fourth}=reduction.enter@45>{points[1]}",
+    ]
+    with jobs.running(tmp_path, 5, ["plain_loop.py", "70"], {"LIGHTNING_FT_FAIL_AT": "; ".join(faults)}) as job:
+        _check(job, 70, set(MEMBERS) - set(victims), model="mlp")
 
 
 @pytest.mark.parametrize("point", FIRST_STEP)
