@@ -222,6 +222,21 @@ def processes_with(marker: bytes) -> list[int]:
 # Status.
 
 
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(0)"], ids=["killed", "done"])
+def test_what_a_member_leaves_behind_is_ended(stage: Stage, end: str) -> None:
+    """A fork that outlives its member, as a DataLoader worker may, does not outlive the job."""
+    script = stage.script(f"""
+    import signal, sys, time
+    if (fork := os.fork()) == 0:
+        time.sleep(600)
+    note("fork", str(fork))
+    {end}
+    """)
+    stage.run(script, num_slots=1).wait(DEADLINE_S)
+    (fork,) = stage.wait_for_notes("fork", "0/0")
+    until(lambda: not is_running(int(fork)), "the fork has ended")
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [

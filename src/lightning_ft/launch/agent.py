@@ -57,6 +57,11 @@ class _Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
+    def end_rest(self, number: signal.Signals) -> None:
+        """End what it started and left behind, once it has ended itself: DataLoader workers, other forks."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
 
 class Agent:
     """Supervises the members of one node.
@@ -226,6 +231,7 @@ class Agent:
         logger.debug("[%s] process %d %s", child.member, child.process.pid, ended.detail)
         if self._client is not None:
             self._client.exited(ended.member, ended.incarnation, ended.status, ended.detail)
+        child.end_rest(signal.SIGKILL if ended.status else signal.SIGTERM)
 
     async def _wait(self) -> None:
         """Stay until all children ended, or had their time to do so after the coordinator gave the job up."""
