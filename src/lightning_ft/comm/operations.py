@@ -158,13 +158,14 @@ class Reduce(Operation):
         is_slotted: bool = False,
     ) -> None:
         super().__init__()
-        self._tensors = list(tensors)
+        self._tensors = [tensor.detach() for tensor in tensors]  # autograd refuses to write into parameters
         self._is_slotted = is_slotted
         self._is_average = op == dist.ReduceOp.AVG
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.SUM if self._is_average else op  # type: ignore[assignment]
         self._deliver = deliver
         self._saved = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        self._reduced = self._tensors
         self._was_started = False
 
     @override
@@ -173,15 +174,19 @@ class Reduce(Operation):
             for tensor, saved in zip(self._tensors, self._saved, strict=True):
                 tensor.copy_(saved)
         self._was_started = True
-        works = [place.group.allreduce([tensor], self._options) for tensor in self._tensors if tensor.numel()]
+        # Gloo takes memory for contiguous: it would reduce what lies between a strided tensor's elements.
+        self._reduced = [tensor.contiguous() for tensor in self._tensors]
+        works = [place.group.allreduce([tensor], self._options) for tensor in self._reduced if tensor.numel()]
         return works or [acknowledge(place)]
 
     @override
     def finish(self, place: Place) -> None:
-        for tensor, saved in zip(self._tensors, self._saved, strict=True):
+        for tensor, saved, reduced in zip(self._tensors, self._saved, self._reduced, strict=True):
             if self._is_average:
-                tensor.copy_(tensor / place.size)  # also for integers, as Lightning does on Gloo
-            saved.copy_(tensor)
+                reduced.copy_(reduced / place.size)  # also for integers, as Lightning does on Gloo
+            if reduced.data_ptr() != tensor.data_ptr():
+                tensor.copy_(reduced)
+            saved.copy_(reduced)
         if self._deliver is not None:
             self._deliver()
 
@@ -218,8 +223,8 @@ class Gather(Operation):
 
     def __init__(self, slots: Sequence[Tensor], tensor: Tensor, deliver: Callable[[], object] | None = None) -> None:
         super().__init__()
-        self._slots = list(slots)
-        self._tensor = tensor
+        self._slots = [slot.detach() for slot in slots]
+        self._tensor = tensor.detach()
         self.deliver = deliver
         self._kept: list[Tensor] = []
 

@@ -309,4 +309,4 @@ def _one(tensors: Sequence[Tensor]) -> Tensor:
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        target.detach().copy_(source)
