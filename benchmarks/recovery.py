@@ -8,6 +8,7 @@ Beside it the same loop under torchrun, which restarts all ranks from a checkpoi
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -40,10 +41,10 @@ def measure_ours(directory: pathlib.Path, seed: int) -> list[dict[str, float]]:
             num_recovered = _count(job, "recovered")
             killed_s = time.time()
             job.kill(victim)
-            job.wait_until(lambda before=num_recovered: _count(job, "recovered") > before)  # type: ignore[misc]
+            job.wait_until(functools.partial(_has_recovered, job, num_recovered))
             views = [event["time"] for event in job.events() if event["event"] == "view_committed"]
             since_s = next(view for view in views if view > killed_s)
-            job.wait_until(lambda: all(_next_commit(job, member, since_s) for member in alive))
+            job.wait_until(functools.partial(_have_committed, job, tuple(alive), since_s))
             events = [event for event in job.events() if event["time"] > killed_s]
             suspended_s = next(event["time"] for event in events if event["event"] == "view_suspended")
             recovered = next(event for event in events if event["event"] == "recovered")
@@ -61,6 +62,14 @@ def measure_ours(directory: pathlib.Path, seed: int) -> list[dict[str, float]]:
 
 def _count(job: jobs.Job, name: str) -> int:
     return sum(event["event"] == name for event in job.events())
+
+
+def _has_recovered(job: jobs.Job, before: int) -> bool:
+    return _count(job, "recovered") > before
+
+
+def _have_committed(job: jobs.Job, members: tuple[str, ...], since_s: float) -> bool:
+    return all(_next_commit(job, member, since_s) for member in members)
 
 
 def _next_commit(job: jobs.Job, member: str, since_s: float) -> float:
@@ -94,13 +103,14 @@ def measure_torchrun(directory: pathlib.Path) -> float:
             if time.monotonic() > deadline_s:
                 raise RuntimeError((directory / "output.txt").read_text())
             time.sleep(0.05)
+        pid = jobs.read_lines(directory / "0.jsonl")[0]["pid"]
         killed_s = time.time()
         os.kill(lines[0]["pid"], signal.SIGKILL)
-        while not any(line["time"] > killed_s + 0.5 for line in (lines := jobs.read_lines(directory / "0.jsonl"))):
+        while not (later := [line["time"] for line in jobs.read_lines(directory / "0.jsonl") if line["pid"] != pid]):
             if time.monotonic() > deadline_s:
                 raise RuntimeError((directory / "output.txt").read_text())
             time.sleep(0.05)
-        first_s: float = next(line["time"] for line in lines if line["time"] > killed_s + 0.5)
+        first_s: float = later[0]
         return first_s - killed_s
     finally:
         process.terminate()

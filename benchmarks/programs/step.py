@@ -15,10 +15,10 @@ import time
 import warnings
 from typing import Any
 
-warnings.filterwarnings("ignore")
 import lightning as L
-import lightning_ft  # noqa: F401 - registers ft_ddp
 import torch
+
+import lightning_ft  # noqa: F401 - registers ft_ddp
 
 
 def memory_mb(field: str) -> float:
@@ -60,6 +60,7 @@ class Clock(L.Callback):
 def main() -> None:
     """Run and print."""
     strategy, devices, width, depth, batch, steps = sys.argv[1], *map(int, sys.argv[2:])
+    warnings.filterwarnings("ignore")
     logging.getLogger("lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)

@@ -1,4 +1,4 @@
-"""The loop of tests/integration/programs/plain_loop.py on plain DDP, made to resume: rank 0 saves a checkpoint at every step."""
+"""The loop of plain_loop.py on stock DDP, made to resume: rank 0 saves a checkpoint at every step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main() -> None:
             step += 1
             if rank == 0:
                 torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, out / "new.pt")
-                os.replace(out / "new.pt", path)
+                (out / "new.pt").replace(path)
             log.write(json.dumps({"time": time.time(), "step": step, "pid": os.getpid()}) + "\n")
             log.flush()
 

@@ -19,7 +19,7 @@ def _members(num: int) -> tuple[str, ...]:
 
 
 def _check_run(job: jobs.Job, num: int, survivors: set[str], case: str = "adamw") -> dict[str, list[dict[str, Any]]]:
-    """Check that each survivor saw each batch and step once, all with the same weights, and return the members' batches."""
+    """Check that each survivor saw each batch and step once, all with the same weights; returns all batches."""
     assert job.finish() == 0, job.output()
     batches = {
         member: [line for line in job.records(member) if line["event"] == "batch" and line["case"] == case]

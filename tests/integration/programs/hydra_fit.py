@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 
 import hydra
@@ -19,10 +18,15 @@ def main(config: DictConfig) -> None:
     """Fit, and leave a file for each rank."""
     torch.set_num_threads(1)
     trainer = L.Trainer(
-        strategy="ft_ddp", devices=2, accelerator="cpu", max_steps=int(config.steps), logger=False, enable_progress_bar=False
+        strategy="ft_ddp",
+        devices=2,
+        accelerator="cpu",
+        max_steps=int(config.steps),
+        logger=False,
+        enable_progress_bar=False,
     )
     trainer.fit(BoringModel())
-    pathlib.Path(config.out, f"rank{trainer.global_rank}").write_text(f"{trainer.global_step} {os.getcwd()}")
+    pathlib.Path(config.out, f"rank{trainer.global_rank}").write_text(f"{trainer.global_step} {pathlib.Path.cwd()}")
 
 
 if __name__ == "__main__":

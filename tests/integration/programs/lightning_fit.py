@@ -1,9 +1,10 @@
 """A small Lightning run that writes down everything a checker needs.
 
-    lightning_fit.py OUT [--strategy ft_ddp|ddp] [--devices N] [--case NAME]... [--epochs N] [--workers N] [--logger csv|tensorboard]
+    lightning_fit.py OUT [--strategy ft_ddp|ddp] [--devices N] [--case NAME]... [--epochs N] [--workers N]
+                     [--logger csv|tensorboard] [--test]
 
-Cases train one after the other in the same processes: `adamw`, `batchnorm`, `accumulate`, `manual`. Each member appends JSON
-lines to OUT/<node>-<slot>.jsonl; rank 0 saves OUT/<case>.pt.
+Cases train one after the other in the same processes: `adamw`, `batchnorm`, `accumulate`, `manual`. Each member appends
+JSON lines to OUT/<node>-<slot>.jsonl; rank 0 saves OUT/<case>.pt.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import time
 from typing import Any
 
 import lightning as L
-import lightning_ft
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_ft
 
 
 def dataset(length: int, seed: int) -> TensorDataset:

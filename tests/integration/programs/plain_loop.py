@@ -1,9 +1,9 @@
 """A hand-written PyTorch loop on backend `ft` that writes down everything a checker needs.
 
-    plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static] [--hook fp16|bf16|powersgd] [--accumulate N] [--sync-every N]
+    plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static] [--hook fp16|powersgd] [--optimizer sgd|adamw]
+                  [--accumulate N] [--sync-every N]
 
-Each member appends JSON lines to OUT/<node>-<slot>.<incarnation>.jsonl: the batch that it used for each step, the weights' hash after
-it, and who contributed.
+Each member appends JSON lines to OUT/<node>-<slot>.jsonl: for each step who contributed, and the weights' hash after.
 """
 
 from __future__ import annotations
