@@ -86,9 +86,11 @@ def explain(chain: Chain, key: str = "world", world: Mapping[int, Slots] | None 
     Raises:
         AssertionError: No story explains the records; tells up to which call one does.
     """
-    start = chain.initial
-    assert _fits(start, chain.seen[0]), f"{key} begins with {chain.seen[0]}"
-    states: dict[tuple[Slots, Slots], tuple[int, tuple[Slots, ...]]] = {(start, start): (0, ())}
+    begins = subsets(chain.initial) if world is None else [chain.initial]  # some may have died before the first view
+    states: dict[tuple[Slots, Slots], tuple[int, tuple[Slots, ...]]] = {
+        (start, start): (0, (start,)) for start in begins if _fits(start, chain.seen[0])
+    }
+    assert states, f"{key} begins with {chain.seen[0]}"
     for number in range(1, max(chain.calls, default=0) + 1):
         lines, seen, hints = chain.calls[number], chain.seen[number], chain.hints[number]
         following: dict[tuple[Slots, Slots], tuple[int, tuple[Slots, ...]]] = {}
@@ -108,7 +110,7 @@ def explain(chain: Chain, key: str = "world", world: Mapping[int, Slots] | None 
         )
         states = following
     _, path = max(states.values())
-    return {0: start, **dict(enumerate(path, start=1))}
+    return dict(enumerate(path))
 
 
 def _fits(members: Slots, told: set[tuple[int, int, int]]) -> bool:

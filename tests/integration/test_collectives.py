@@ -135,6 +135,15 @@ def test_kill_while_sub_groups_are_made_again(tmp_path: pathlib.Path) -> None:
         judge(job, 5, lost={0, 3}, may_be_lost={1, 4})
 
 
+def test_kill_while_the_first_view_is_made(tmp_path: pathlib.Path) -> None:
+    """Members may die before anybody has called anything."""
+    faults = "0/0=recover.build; 0/2=recover.exchange; 0/4=recover.confirm"
+    program = ["collectives.py", "2", "--seed", "4"]
+    with jobs.running(tmp_path, 5, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
+        world = judge(job, 5, lost={0, 2, 4})
+        assert world[1] == (1, 3)
+
+
 def test_two_at_once_and_all_but_one(tmp_path: pathlib.Path) -> None:
     """Two that die in the same call are one failure or two; the last member alone goes on."""
     faults = "0/1=all_reduce.enter@20; 0/3=all_reduce.enter@20; 0/0=broadcast.issued@40; 0/2=broadcast.done@40"
@@ -247,6 +256,16 @@ def test_forked_children_hold_nobody_up(tmp_path: pathlib.Path) -> None:
         for index in range(2):
             assert json.loads((tmp_path / f"child-{index}.json").read_text())["tcp"] == []
         assert set(causes(job)) == {"0/1"}
+
+
+def test_sub_groups_come_and_go(tmp_path: pathlib.Path) -> None:
+    """A sub-group that was destroyed leaves nothing open and its name free, in a job that nobody leaves."""
+    with jobs.running(tmp_path, 2, ["endings.py", "groups"]) as job:
+        assert job.finish() == 0, job.output()
+        for member in ("0/0", "0/1"):
+            first, last = [line["count"] for line in job.records(member) if line["event"] == "descriptors"]
+            assert last <= first + 6, job.output()
+        check_sums(job, ["0/0", "0/1"], [(3.0, 2)])
 
 
 def test_no_orphan_outlives_the_agent(tmp_path: pathlib.Path) -> None:

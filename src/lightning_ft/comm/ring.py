@@ -199,7 +199,7 @@ class Ring:
         """Make a sub-group of the visible members with these ranks; its members meet in it.
 
         They must meet now, not at the first use: in a recovery, a member that has made the group waits there for one
-        that         has not, which would not come if it used the group only after a number that needs the waiting one.
+        that has not, which would not come if it used the group only after a number that needs the waiting one.
         """
         with self._lock:
             members = tuple(self.world.visible[rank] for rank in ranks)

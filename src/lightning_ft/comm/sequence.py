@@ -50,7 +50,7 @@ class CollectiveSequence:
     Attributes:
         completed: The last final number.
         visible: What rank and world size say to the caller: members of the view in which the last number that was
-            `show`n             became final.
+            shown became final.
         pending: The operation in number `completed + 1`, if this member is in it.
         works: Its inner works; None if it is not running on the current place.
         place: Where it runs now; None while there is none.

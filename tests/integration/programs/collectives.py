@@ -368,6 +368,8 @@ def main() -> None:
     for number in range(arguments.rounds):
         program.round(number)
     write(event="end")
+    if arguments.backend != "ft":  # which leaves by itself; Gloo's threads may abort an interpreter that ends
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -128,6 +128,20 @@ def forks(out: pathlib.Path, write: Write) -> None:
             dist.barrier(group)
 
 
+def groups(write: Write) -> None:
+    """Make, use and destroy many sub-groups, with names that torch counts and with names that it repeats."""
+    for number in range(80):
+        if number == 10:
+            write(event="descriptors", count=len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - names alone
+        group = dist.new_group([0, 1], use_local_synchronization=bool(number % 2))
+        tensor = torch.tensor([2.0**SLOT])
+        dist.all_reduce(tensor, group=group)
+        write(event="sum", value=tensor.item(), size=dist.get_world_size(group))
+        dist.destroy_process_group(group)
+        dist.barrier()
+    write(event="descriptors", count=len(os.listdir("/proc/self/fd")))  # noqa: PTH208
+
+
 def orphan(write: Write) -> None:
     """Go on until killed."""
     step = 0
@@ -156,7 +170,9 @@ def main() -> None:
     if arguments.mode == "forks":
         forks(arguments.out, write)
     else:
-        modes = {mode.__name__: mode for mode in (leave_or_raise, all_raise, impossible, shapes, silence, orphan)}
+        modes = {
+            mode.__name__: mode for mode in (leave_or_raise, all_raise, impossible, shapes, silence, groups, orphan)
+        }
         modes[arguments.mode](write)
     write(event="end")
 
