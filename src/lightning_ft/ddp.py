@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ft.comm.gloo import InnerGroup, RingBrokenError
 from lightning_ft.comm.operations import Broadcast, Kind, Operation, Place, Reduce, as_bytes
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.errors import ProtocolViolationError
@@ -52,13 +53,13 @@ class _Part:
     Attributes:
         tensor: DDP's, reduced in place.
         local: This member's own values, kept for a redo.
-        work: Its all-reduce, if it was started during backward.
+        early: Its all-reduce and where that runs, if it was started during backward.
     """
 
     tensor: Tensor
     local: Tensor
     bucket: dist.GradBucket | None
-    work: dist.Work | None = None
+    early: tuple[InnerGroup, dist.Work] | None = None
 
     def load(self, size: int) -> None:
         """Set the tensor to this member's share of an average over `size` members."""
@@ -96,21 +97,23 @@ class GradientReduction(Operation):
             return
         part.load(place.size)
         with contextlib.suppress(RuntimeError):  # found again, and repaired, at the end of backward
-            part.work = place.group.allreduce([tensor])
+            part.early = (place.inner, place.group.allreduce([tensor]))
 
     def start(self, place: Place) -> Sequence[dist.Work]:
         """Take over what was started early, or issue all; a hook runs in `finish`."""
         if self._hook is not None:
             return []
-        works = [part.work for part in self._parts if part.work is not None]
+        early = [part.early for part in self._parts if part.early is not None]
+        if place.generation == self._early_generation:
+            self._early_generation = None
+            if len(early) < len(self._parts):  # the others may have started all: only a new view puts us in step again
+                raise RingBrokenError("a bucket could not be started")
+            return [work for _, work in early]
         for part in self._parts:
-            part.work = None
-        if place.generation == self._early_generation and len(works) == len(self._parts):
-            return works
-        self._early_generation = None
-        for work in works:  # of a broken view: they fail soon, but until then they write into the buckets
-            with contextlib.suppress(RuntimeError):
-                work.wait()
+            part.early = None
+        for inner, work in early:  # of a broken view: they fail soon, but until then they write into the buckets
+            with contextlib.suppress(RingBrokenError, RuntimeError):
+                inner.wait(work)
         for part in self._parts:
             part.load(place.size)
         return [place.group.allreduce([part.tensor]) for part in self._parts]
@@ -125,9 +128,9 @@ class GradientReduction(Operation):
             for part in self._parts:
                 part.tensor.copy_(part.local)
                 if part.bucket is None:
-                    place.group.allreduce([part.tensor]).wait()
+                    place.inner.wait(place.group.allreduce([part.tensor]))
                     continue
-                result = hook(state, part.bucket).wait()
+                result = place.inner.wait_for_future(hook(state, part.bucket))
                 reduced = result[0] if isinstance(result, list) else result
                 if reduced.data_ptr() != part.tensor.data_ptr():
                     part.tensor.copy_(reduced.view_as(part.tensor))

@@ -158,11 +158,18 @@ def say_on_console() -> None:
         logger.propagate = False
 
 
+def last_line(text: str) -> str:
+    """Return the last line of a traceback: the exception itself."""
+    return text.strip().rpartition("\n")[2]
+
+
 def describe(event: str, fields: dict[str, Any]) -> tuple[int, str]:
     """Say an event in words for a person.
 
     Returns: The logging level and the sentence.
     """
+    if event == "failed":
+        fields = {**fields, "exception": last_line(str(fields.get("exception", "")))}
     level, template = _SENTENCES.get(event, (logging.INFO, event.replace("_", " ")))
     rest = ", ".join(f"{name}={_brief(value)}" for name, value in fields.items() if f"{{{name}}}" not in template)
     try:

@@ -7,8 +7,11 @@ creator with `extended_api` is given (tests/unit/comm/test_process_group.py fail
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -54,7 +57,22 @@ def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     _ring.on_renumbered.append(_update_rank_table)
     _ring.start()
     atexit.register(_leave_at_exit, _ring, os.getpid())
+    sys.excepthook = functools.partial(_crash_at_once, _ring, os.getpid(), sys.excepthook)
     return FaultTolerantProcessGroup(_ring, _ring.world)
+
+
+def _crash_at_once(  # noqa: PLR0917 - a hook's own order
+    ring: Ring,
+    pid: int,
+    show: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Show an uncaught exception, then tell the others: the interpreter may first wait for threads for long."""
+    show(kind, error, trace)
+    if os.getpid() == pid:
+        ring.crash(error)
 
 
 def _leave_at_exit(ring: Ring, pid: int) -> None:
@@ -63,7 +81,7 @@ def _leave_at_exit(ring: Ring, pid: int) -> None:
     error = getattr(sys, "last_value", None)
     if error is None:
         ring.leave()
-    else:  # the interpreter ends with an exception: the others must not wait
+    else:  # somebody has replaced our hook
         ring.crash(error)
 
 

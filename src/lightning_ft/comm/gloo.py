@@ -7,16 +7,26 @@ All that depends on Gloo's own behaviour is here. Private API read in torch 2.13
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_ft.comm.sockets import Descriptor, ForkGuard, open_sockets, ports, shut_down
 from lightning_ft.membership.events import Address
+
+_LOOK_S = 1.0
+"""How often a blocked wait looks whether its group was severed meanwhile; costs nothing."""
+
+_GRACE_S = 5.0
+"""After so long a severed group's work is lost: others fail within milliseconds."""
 
 
 class RingBrokenError(Exception):
@@ -36,10 +46,50 @@ class InnerGroup:
         self.group = group
         self._store = store  # the group's own rendezvous object must outlive it
         self.sockets = tuple(sockets)
+        self._severed_s: float | None = None
+        self._is_stuck = False
 
     def sever(self) -> None:
-        """Shut down every connection, so that blocked and later works fail within milliseconds."""
+        """End every connection, so that blocked and later works fail within milliseconds."""
+        if self._severed_s is None:
+            self._severed_s = time.monotonic()
         shut_down(self.sockets)
+
+    def wait(self, work: dist.Work) -> None:
+        """Block until a work of this group has ended.
+
+        Gloo loses a send whose write fails in its event loop (torch 2.13, gloo/transport/tcp/pair.cc: the peer's
+        request was taken from its queue, and the send from the list of those that an error wakes). Its work ends with
+        the group's timeout only. It writes nothing any more, since its connections are closed.
+
+        Raises:
+            RuntimeError: It failed.
+            RingBrokenError: It was lost.
+        """
+        while True:
+            try:
+                work.wait(datetime.timedelta(seconds=_LOOK_S))
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises what it failed with, if it did not end just now
+                    return
+            else:
+                return
+            if self._severed_s is not None and time.monotonic() - self._severed_s > _GRACE_S:
+                if not self._is_stuck:
+                    self._is_stuck = True
+                    # Its destructor would wait for the work. Never freed, not even at the interpreter's end.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+                raise RingBrokenError("Gloo lost a message when the group was severed")
+
+    def wait_for_future(self, future: torch.futures.Future[Any]) -> Any:
+        """Return the value of a future that stands on works of this group; as `wait`."""
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        while not done.wait(_LOOK_S):
+            if self._severed_s is not None and time.monotonic() - self._severed_s > _GRACE_S:
+                raise RingBrokenError("Gloo lost a message when the group was severed")
+        return future.wait()
 
 
 class GlooTransport:
@@ -109,7 +159,9 @@ class GlooTransport:
         """End what is still being made, so that the interpreter can end."""
         for build in self._builds:
             build.cancel()
-            build.join(timeout_s=1.0)
+        deadline_s = time.monotonic() + 1.0
+        for build in self._builds:
+            build.join(max(0.0, deadline_s - time.monotonic()))
         for inner in self._groups:
             inner.sever()
         self._fork_guard.cancel()

@@ -366,7 +366,7 @@ class GatherBytes(Operation):
         if widest:
             padded = torch.zeros(widest, dtype=torch.uint8)
             padded[: self._data.numel()] = self._data
-            place.group.allgather([slots], [padded]).wait()
+            place.inner.wait(place.group.allgather([slots], [padded]))
         self.entries = [slot[:size] for slot, size in zip(slots, sizes, strict=True)]
 
     @override
@@ -411,8 +411,8 @@ class BroadcastBytes(Operation):
             self.data = torch.empty(int(self._size), dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank = self._root
-        place.group.broadcast([self.data], options).wait()
-        acknowledge(place).wait()
+        place.inner.wait(place.group.broadcast([self.data], options))
+        place.inner.wait(acknowledge(place))
 
     @override
     def payload(self) -> list[Tensor]:

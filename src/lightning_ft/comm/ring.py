@@ -236,14 +236,19 @@ class Ring:
                         self._establish(self._take(following), Recovery(time.monotonic()))
             except FaultToleranceError as error:  # evicted, or no coordinator: nothing is left to do for the others
                 _log.debug("[%s] left without being released: %s", self.member, error)
-        self._client.close()
-        self._transport.close()
+        self._close()
 
     def crash(self, error: BaseException) -> None:
         """End with an exception: the others are told why, and go on without waiting."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self._client.fail("".join(traceback.format_exception(error)))
+        self._close()
+
+    def _close(self) -> None:
         self._client.close()
+        self._break_view()  # what still ran when the interpreter ends would keep it from ending
         self._transport.close()
 
     def report(self, event: str, **fields: object) -> None:
@@ -352,13 +357,13 @@ class Ring:
             return
         self._view.sever()
         for sequence in (self.world, *self._groups):
-            for work in sequence.works or ():
-                with contextlib.suppress(RuntimeError):
-                    work.wait()
-            sequence.works = None
             place, sequence.place = sequence.place, None
             if place is not None:
+                for work in sequence.works or ():
+                    with contextlib.suppress(RingBrokenError, RuntimeError):
+                        place.inner.wait(work)
                 self._transport.free(place.inner)
+            sequence.works = None
 
     def _establish(self, view: LiveView, recovery: Recovery) -> None:
         reach("recover.build")

@@ -104,7 +104,7 @@ class CollectiveSequence:
         assert place is not None
         assert self.works is not None
         for work in self.works:
-            work.wait()
+            place.inner.wait(work)
         if not operation.is_void:
             operation.finish(place)
         self._finalize(operation, place.generation, place.members)
@@ -158,7 +158,7 @@ class CollectiveSequence:
             generation = rows[plan.donor][2]
             self._hand_over(plan, generation, members_of(generation), place)
         reach("recover.confirm")
-        acknowledge(place).wait()
+        place.inner.wait(acknowledge(place))
         if not self.visible:  # what the first view was must be agreed too: a member may have failed in its confirm
             self._first_generation = max(row[2] for row in rows) or place.generation
             self.visible = members_of(self._first_generation)
@@ -213,7 +213,7 @@ class CollectiveSequence:
             dtype=torch.int64,
         )
         slots = [torch.empty_like(own) for _ in place.members]
-        place.group.allgather([slots], [own]).wait()
+        place.inner.wait(place.group.allgather([slots], [own]))
         rows: list[list[int]] = [slot.tolist() for slot in slots]
         if len({row[5] for row in rows}) > 1:
             raise ProtocolViolationError(
@@ -256,4 +256,4 @@ def _broadcast(tensor: torch.Tensor, root: int, place: Place) -> None:
     if tensor.numel():
         options = dist.BroadcastOptions()
         options.rootRank = root
-        place.group.broadcast([tensor], options).wait()
+        place.inner.wait(place.group.broadcast([tensor], options))

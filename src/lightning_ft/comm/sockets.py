@@ -53,11 +53,15 @@ def ports(descriptor: Descriptor) -> tuple[int, int | None] | None:
 
 
 def shut_down(descriptors: Iterable[Descriptor]) -> None:
-    """Break the connections; whoever is blocked on them gets an error. The owner still closes them."""
+    """End the connections for who reads from them: the owner gets an error and closes them, which ends them for the peer.
+
+    Writing goes on until then. A write that failed in the middle of Gloo's handling of a request would be lost: its
+    waiter is not woken (see `InnerGroup.wait`).
+    """
     for descriptor in descriptors:
         with contextlib.suppress(OSError), _borrow(descriptor) as borrowed:
             borrowed.getpeername()  # a listener has no peer: it belongs to all views and stays
-            borrowed.shutdown(socket.SHUT_RDWR)
+            borrowed.shutdown(socket.SHUT_RD)
 
 
 @contextlib.contextmanager

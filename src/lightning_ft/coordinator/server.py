@@ -20,7 +20,7 @@ from lightning_ft.config import Settings
 from lightning_ft.coordinator.accepted import CLOSING_TIME_S, Connection, RefusedError, accept
 from lightning_ft.coordinator.channel import AGENT_PATH, MEMBER_PATH
 from lightning_ft.coordinator.probe import wait_until_refused
-from lightning_ft.event_log import DEFAULT_NAME, EventLog
+from lightning_ft.event_log import DEFAULT_NAME, EventLog, last_line
 from lightning_ft.membership import effects, events, machine, state, wire
 from lightning_ft.membership.transitions import ALL_LEFT
 
@@ -28,6 +28,9 @@ logger = logging.getLogger("lightning_ft")
 
 Identity = tuple[str, int]
 """A member's logical id and incarnation."""
+
+START_TIMEOUT_S = 600.0
+"""A member may take at least this long from the start of its process to its first sign of life."""
 
 _FROM_ITSELF = (events.Hello, events.Parked, events.Leaving, events.Ready, events.Heartbeat)
 
@@ -65,7 +68,7 @@ class CoordinatorServer:
         self._event_log = event_log
         self._on_kill = on_kill
         self._clock = clock
-        self._state = state.initial(expected_members, clock(), settings.timeout)
+        self._state = state.initial(expected_members, clock(), max(settings.timeout, START_TIMEOUT_S))
         self._members: dict[Identity, Connection] = {}
         self._agents: dict[int, Connection] = {}
         self._kills: dict[Identity, effects.Kill] = {}
@@ -242,6 +245,9 @@ class CoordinatorServer:
                 self._event_log.open(f"{fields['path']}/{DEFAULT_NAME}")
             return
         generation = fields.pop("generation", self.generation)
+        if report.event == "failed":  # it has cut its connections and will come back to no collective
+            detail = f"failed with {last_line(str(fields.get('exception', '')))}"
+            self._apply(events.Exited(report.member, report.incarnation, 1, detail))
         self._event_log.write(
             report.event,
             generation=generation if isinstance(generation, int) else self.generation,

@@ -220,6 +220,7 @@ class Agent:
             "MASTER_ADDR": os.environ.get("MASTER_ADDR") or parse_endpoint(endpoint)[0],
             "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_free_port()),
         }
+        environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is no news
         if self._num_slots > 1 and "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = "1"
         return environment
