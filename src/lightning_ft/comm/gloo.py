@@ -33,6 +33,18 @@ class RingBrokenError(Exception):
     """The inner group can't be used any more: a peer is gone or the view is suspended. Never leaves `comm`."""
 
 
+class CallerError(Exception):
+    """Carries what a signal handler of the caller raised during a wait, past all that repairs a broken ring.
+
+    torch's DataLoader raises RuntimeError from its handler when a worker dies; so do alarm handlers. It is no failure
+    of a peer. Never leaves `comm`.
+    """
+
+    def __init__(self, error: RuntimeError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class InnerGroup:
     """One view's Gloo group.
 
@@ -65,11 +77,14 @@ class InnerGroup:
         Raises:
             RuntimeError: It failed.
             RingBrokenError: It was lost.
+            CallerError: A signal handler raised RuntimeError meanwhile.
         """
         while True:
             try:
                 work.wait(datetime.timedelta(seconds=_LOOK_S))
-            except RuntimeError:
+            except RuntimeError as error:
+                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                    raise CallerError(error) from None  # raised by Python code that ran within the call
                 if work.is_completed():
                     work.wait()  # raises what it failed with, if it did not end just now
                     return

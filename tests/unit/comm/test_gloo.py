@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from tests.unit.comm import inner_groups
 
+from lightning_ft.comm import gloo
 from lightning_ft.comm.gloo import Build, InnerGroup, RingBrokenError
 from lightning_ft.comm.sockets import open_sockets
 from lightning_ft.membership.events import Address
@@ -63,6 +64,36 @@ def test_sever_is_seen_by_the_peer() -> None:
         threading.Timer(0.05, second.sever).start()
         with pytest.raises(RuntimeError):
             work.wait()
+
+
+def test_a_work_that_gloo_lost_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A work that does not end though its group was severed frees its waiter, and the group can be freed."""
+    monkeypatch.setattr(gloo, "_LOOK_S", 0.01)
+    monkeypatch.setattr(gloo, "_GRACE_S", 0.1)
+    with inner_groups.transports(2) as members:
+        first, second = inner_groups.make(members)
+        work = first.group.allreduce([torch.ones(1)])
+        first.sockets = ()  # as if nothing were woken
+        first.sever()
+        with pytest.raises(RingBrokenError, match="lost"):
+            first.wait(work)
+        members[0].free(first)
+        second.sever()
+        with pytest.raises(RuntimeError, match=r"[Cc]onnection"):
+            first.wait(work)
+
+
+def test_wait_raises_what_a_work_failed_with() -> None:
+    """A work that fails by itself raises its own error, one that succeeds none, however long both take."""
+    with inner_groups.transports(2) as members:
+        first, second = inner_groups.make(members)
+        with pytest.raises(RuntimeError, match="Invalid scalar type"):
+            first.wait(first.group.allreduce([torch.ones(1, dtype=torch.int16)]))
+        work = first.group.allreduce([torch.ones(1)])
+        timer = threading.Timer(1.2, lambda: second.group.allreduce([torch.ones(1)]))  # longer than it looks
+        timer.start()
+        first.wait(work)
+        timer.join()
 
 
 def test_cancel_frees_a_blocked_build() -> None:
