@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import io
 import logging
 import pathlib
@@ -65,7 +66,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         **ddp_kwargs: For DistributedDataParallel (`find_unused_parameters`, `static_graph`, `bucket_cap_mb`, ...).
 
     Raises:
-        ValueError: A setting is wrong; nothing has been started.
+        ValueError: A setting is wrong or unknown; nothing has been started.
     """
 
     strategy_name = "ft_ddp"
@@ -101,6 +102,12 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             event_log=event_log,
         )
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        unknown = sorted(set(ddp_kwargs) - set(known))
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]!r} is no setting of {type(self).__name__} and no argument of DistributedDataParallel"
+            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -53,7 +53,7 @@ def ports(descriptor: Descriptor) -> tuple[int, int | None] | None:
 
 
 def shut_down(descriptors: Iterable[Descriptor]) -> None:
-    """End the connections for who reads from them: the owner gets an error and closes them, which ends them for the peer.
+    """End the connections for who reads from them: the owner gets an error and closes them, which the peer sees.
 
     Writing goes on until then. A write that failed in the middle of Gloo's handling of a request would be lost: its
     waiter is not woken (see `InnerGroup.wait`).

@@ -115,6 +115,11 @@ class Agent:
         missing = [self._member(slot) for slot in range(num_slots) if self._member(slot) not in self._expected]
         if missing:
             raise ValueError(f"expected_members must hold the members of node {node}, but lacks {missing}")
+        if settings.min_world_size > len(self._expected):
+            raise ValueError(
+                f"min_world_size must be at most the number of members, {len(self._expected)}, got "
+                f"{settings.min_world_size}"
+            )
         if settings.coordinator is None and (not host_coordinator or len(self._expected) != num_slots):
             raise ValueError("a job of several nodes needs the setting coordinator=host:port of node 0, got None")
 

@@ -89,6 +89,7 @@ def test_wait_raises_what_a_work_failed_with() -> None:
         first, second = inner_groups.make(members)
         with pytest.raises(RuntimeError, match="Invalid scalar type"):
             first.wait(first.group.allreduce([torch.ones(1, dtype=torch.int16)]))
+        first, second = inner_groups.make(members)
         work = first.group.allreduce([torch.ones(1)])
         timer = threading.Timer(1.2, lambda: second.group.allreduce([torch.ones(1)]))  # longer than it looks
         timer.start()
