@@ -181,6 +181,11 @@ class GlooTransport:
             inner.sever()
         self._fork_guard.cancel()
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a cancelled build still waits in Gloo, for a connection from a member that is dead."""
+        return any(build.is_running for build in self._builds)
+
     def free(self, inner: InnerGroup) -> None:
         """Close a group. Blocks until its works have ended; they do once it is severed."""
         inner.sever()

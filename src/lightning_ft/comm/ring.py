@@ -251,6 +251,11 @@ class Ring:
         self._break_view()  # what still ran when the interpreter ends would keep it from ending
         self._transport.close()
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the interpreter can't end in peace: see `GlooTransport.is_stuck`."""
+        return self._transport.is_stuck
+
     def report(self, event: str, **fields: object) -> None:
         """Put a line into the job's event log."""
         self._client.report(event, **fields)
