@@ -187,8 +187,13 @@ class GlooTransport:
         return any(build.is_running for build in self._builds)
 
     def free(self, inner: InnerGroup) -> None:
-        """Close a group. Blocks until its works have ended; they do once it is severed."""
+        """Close a group. Blocks until its works have ended; they do once it is severed.
+
+        Its threads end with the last reference to it: one that let go of a tensor after the interpreter ended would abort
+        the process.
+        """
         inner.sever()
+        self._builds = [build for build in self._builds if not build.has_made(inner)]
         with contextlib.suppress(ValueError):  # was never handed out
             self._groups.remove(inner)
         with contextlib.suppress(RuntimeError):

@@ -367,6 +367,7 @@ class Ring:
                 for work in sequence.works or ():
                     with contextlib.suppress(RingBrokenError, RuntimeError):
                         place.inner.wait(work)
+                self._view.forget(place.inner)
                 self._transport.free(place.inner)
             sequence.works = None
 

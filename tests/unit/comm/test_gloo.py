@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import threading
+import weakref
 
 import pytest
 import torch
@@ -142,6 +143,17 @@ def test_freed_groups_leave_nothing_open() -> None:
                 transport.free(inner)
             del inner
         assert count_descriptors() <= before + 8  # the last one's may still be closing
+
+
+def test_a_freed_group_is_gone_at_once() -> None:
+    """Nothing but its user refers to a group: its threads have ended before the interpreter does."""
+    with inner_groups.transports(2) as members:
+        groups = inner_groups.make(members)
+        is_gone = [weakref.ref(inner) for inner in groups]
+        for transport, inner in zip(members, groups, strict=True):
+            transport.free(inner)
+        del groups, inner
+        assert [reference() for reference in is_gone] == [None, None]
 
 
 def test_cancelled_groups_leave_nothing_open() -> None:
