@@ -189,8 +189,8 @@ class GlooTransport:
     def free(self, inner: InnerGroup) -> None:
         """Close a group. Blocks until its works have ended; they do once it is severed.
 
-        Its threads end with the last reference to it: one that let go of a tensor after the interpreter ended would abort
-        the process.
+        Its threads end with the last reference to it: one that let go of a tensor after the interpreter ended would
+        abort the process.
         """
         inner.sever()
         self._builds = [build for build in self._builds if not build.has_made(inner)]
