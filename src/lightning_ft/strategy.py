@@ -102,8 +102,9 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             event_log=event_log,
         )
-        known = inspect.signature(DistributedDataParallel.__init__).parameters
-        unknown = sorted(set(ddp_kwargs) - set(known))
+        takers = (DistributedDataParallel.__init__, DDPStrategy.__init__)
+        known = {name for taker in takers for name in inspect.signature(taker).parameters}
+        unknown = sorted(set(ddp_kwargs) - known)
         if unknown:
             raise ValueError(
                 f"{unknown[0]!r} is no setting of {type(self).__name__} and no argument of DistributedDataParallel"

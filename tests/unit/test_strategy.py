@@ -17,8 +17,9 @@ def test_an_unknown_argument_is_named(name: str) -> None:
 
 
 def test_arguments_of_ddp_are_taken() -> None:
-    """What DistributedDataParallel knows is passed on."""
-    assert FaultTolerantDDPStrategy(bucket_cap_mb=1, static_graph=True)._ddp_kwargs == {
+    """What DistributedDataParallel knows is passed on; what DDPStrategy knows too, as LightningCLI gives all of it."""
+    given = {"bucket_cap_mb": 1, "static_graph": True}
+    assert FaultTolerantDDPStrategy(**given, model_averaging_period=3, start_method="popen")._ddp_kwargs == {
         "bucket_cap_mb": 1,
         "static_graph": True,
     }
