@@ -2,15 +2,14 @@
 
 Each backward ends with two numbered collectives, the reduction of all gradients and the commit (PROTOCOL.md,
 section 5).
-Private API read in torch 2.13.0: `_execution_engine.queue_callback` and `DistributedDataParallel.
-_distributed_broadcast_coalesced` (tests/unit/test_ddp.py fails clearly if they change).
+Private API read in torch 2.13.0: `_execution_engine.queue_callback`, `DistributedDataParallel.
+_distributed_broadcast_coalesced`, `Reducer._get_zeros_like_grad_buckets`, and that the reducer hands its buckets to its
+group's `allreduce`, divided by the size that the group tells (tests/unit/test_ddp.py fails clearly if they change).
 """
 
-import contextlib
-import copy
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,13 +18,11 @@ from torch import Tensor
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ft.comm.gloo import InnerGroup, RingBrokenError
-from lightning_ft.comm.operations import Broadcast, Kind, Operation, Place, Reduce, as_bytes
+from lightning_ft.comm.operations import Broadcast
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.errors import ProtocolViolationError
 from lightning_ft.faultpoints import reach
-
-CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Any]]
+from lightning_ft.reduction import CommHook, Commit, GradientReduction, Layout, Part, load_gradients
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _GroupBase: Any = dist.ProcessGroup  # torch's stubs know neither Python subclasses nor their methods' plain signatures
@@ -46,155 +43,25 @@ class StepCommit:
     stop_requests: int
 
 
-@dataclasses.dataclass(slots=True)
-class _Part:
-    """A tensor of the reduction: a bucket's gradients, or DDP's map of used parameters (no bucket).
+class _ReducerGroup(_GroupBase):  # type: ignore[misc]
+    """What DDP's reducer sees of WORLD: all that it reduces joins one reduction, and broadcasts have any root.
 
     Attributes:
-        tensor: DDP's, reduced in place.
-        local: This member's own values, kept for a redo.
-        early: Its all-reduce and where that runs, if it was started during backward.
+        divisor: What DDP was last told as the group's size, and divides gradients by.
     """
 
-    tensor: Tensor
-    local: Tensor
-    bucket: dist.GradBucket | None
-    early: tuple[InnerGroup, dist.Work] | None = None
-
-    def load(self, size: int) -> None:
-        """Set the tensor to this member's share of an average over `size` members."""
-        if self.bucket is None:
-            self.tensor.copy_(self.local)
-        else:
-            torch.mul(self.local, 1.0 / size, out=self.tensor)  # as DDP: dividing differs in the last bit
-
-
-class GradientReduction(Operation):
-    """All buckets of one backward, as one number.
-
-    Args:
-        group: WORLD.
-        hook: A user's communication hook and its state; run at the end of backward, bucket by bucket.
-    """
-
-    kind = Kind.REDUCTION
-    name = "reduction"
-
-    def __init__(self, group: FaultTolerantProcessGroup, hook: tuple[Any, CommHook] | None) -> None:
-        super().__init__()
-        self._group = group
-        self._hook = hook
-        self._hook_state = _HookState(hook[0]) if hook is not None else None
-        self._parts: list[_Part] = []
-        self._early_generation = group.ring.view.generation if hook is None and group.ring.starts_early else None
-
-    def add(self, tensor: Tensor, local: Tensor, bucket: dist.GradBucket | None) -> None:
-        """Take a tensor in, whose values were copied to `local`; start to reduce it if that may be done early."""
-        part = _Part(tensor, local, bucket)
-        self._parts.append(part)
-        place = self._group.sequence.place
-        if place is None or place.generation != self._early_generation or self._group.ring.view.is_severed:
-            return
-        part.load(place.size)
-        with contextlib.suppress(RuntimeError):  # found again, and repaired, at the end of backward
-            part.early = (place.inner, place.group.allreduce([tensor]))
-
-    def start(self, place: Place) -> Sequence[dist.Work]:
-        """Take over what was started early, or issue all; a hook runs in `finish`."""
-        if self._hook is not None:
-            return []
-        early = [part.early for part in self._parts if part.early is not None]
-        if place.generation == self._early_generation:
-            self._early_generation = None
-            if len(early) < len(self._parts):  # the others may have started all: only a new view puts us in step again
-                raise RingBrokenError("a bucket could not be started")
-            return [work for _, work in early]
-        for part in self._parts:
-            part.early = None
-        for inner, work in early:  # of a broken view: they fail soon, but until then they write into the buckets
-            with contextlib.suppress(RingBrokenError, RuntimeError):
-                inner.wait(work)
-        for part in self._parts:
-            part.load(place.size)
-        return [place.group.allreduce([part.tensor]) for part in self._parts]
-
-    def finish(self, place: Place) -> None:
-        """Run the hook, from the state that it had before the first try."""
-        if self._hook is None or self._hook_state is None:
-            return
-        state, hook = self._hook
-        self._hook_state.restore()
-        with self._group.direct():
-            for part in self._parts:
-                part.tensor.copy_(part.local)
-                if part.bucket is None:
-                    place.inner.wait(place.group.allreduce([part.tensor]))
-                    continue
-                result = place.inner.wait_for_future(hook(state, part.bucket))
-                reduced = result[0] if isinstance(result, list) else result
-                if reduced.data_ptr() != part.tensor.data_ptr():
-                    part.tensor.copy_(reduced.view_as(part.tensor))
-
-    def payload(self) -> list[Tensor]:
-        """Return the tensors in place: nothing changes them before the commit is final."""
-        return [part.tensor for part in self._parts]
-
-    def receive_into(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the tensors in place."""
-        own = [part.tensor.nbytes for part in self._parts]
-        if list(sizes) != own:
-            raise ProtocolViolationError(
-                f"adopting the gradients of number {self.number} failed: expected buckets of {own} bytes, got {sizes}. "
-                "The ranks' models or bucket sizes differ."
-            )
-        return [as_bytes(part.tensor) for part in self._parts]
-
-    def adopt(self, payload: list[Tensor]) -> None:
-        """The tensors were received in place."""
-
-
-class Commit(Reduce):
-    """The control words of one step, summed over the members."""
-
-    kind = Kind.COMMIT
-    name = "commit"
-
-
-class _HookState:
-    """A copy of a communication hook's state as it was before this step, so that the hook can be run again."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-        slots = [name for cls in type(state).__mro__ for name in getattr(cls, "__slots__", ())]
-        names = [*slots, *getattr(state, "__dict__", ())] if not isinstance(state, dist.ProcessGroup) else []
-        self._saved = {
-            name: copy.deepcopy(getattr(state, name))
-            for name in names
-            if hasattr(state, name) and not isinstance(getattr(state, name), dist.ProcessGroup)
-        }
-        self._is_used = False
-
-    def restore(self) -> None:
-        """Undo what an earlier, failed run did to the state; nothing before the first."""
-        if self._is_used:
-            for name, value in self._saved.items():
-                setattr(self._state, name, copy.deepcopy(value))
-        self._is_used = True
-
-
-class _ReducerGroup(_GroupBase):  # type: ignore[misc]
-    """What DDP's reducer sees of WORLD: its map of used parameters joins the reduction, broadcasts have any root."""
-
-    def __init__(self, world: FaultTolerantProcessGroup, add_map: Callable[[Tensor], dist.Work]) -> None:
+    def __init__(self, world: FaultTolerantProcessGroup, reduce: Callable[[Tensor], dist.Work]) -> None:
         super().__init__(world.rank(), world.size())
+        self.divisor = world.size()
         self._world = world
-        self._add_map = add_map
+        self._reduce = reduce
 
     def rank(self) -> int:
         return self._world.rank()
 
     def size(self) -> int:
-        return self._world.size()
+        self.divisor = self._world.size()
+        return self.divisor
 
     getRank, getSize = rank, size  # noqa: N815 - what C++ calls
 
@@ -202,7 +69,7 @@ class _ReducerGroup(_GroupBase):  # type: ignore[misc]
         return "ft"
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._add_map(tensors[0])
+        return self._reduce(tensors[0])
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self._world.broadcast_any_root(tensors)
@@ -211,16 +78,20 @@ class _ReducerGroup(_GroupBase):  # type: ignore[misc]
         return self._world.allgather(outputs, inputs, opts)
 
 
-class _MapWork(dist.Work):
-    """DDP asks for the map before the end of backward: the whole step is finished then."""
+class _PartWork(dist.Work):
+    """What DDP waits for: the whole step, which is finished before DDP asks, but for the first of a static graph."""
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, tensor: Tensor, finish: Callable[[], None]) -> None:
         super().__init__()
+        self._tensor = tensor
         self._finish = finish
 
     def wait(self, timeout: Any = None) -> bool:
         self._finish()
         return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return _completed([self._tensor])
 
 
 class FaultTolerantDDP(DistributedDataParallel):
@@ -231,9 +102,9 @@ class FaultTolerantDDP(DistributedDataParallel):
 
     Args:
         module: As for DistributedDataParallel.
-        **kwargs: As for DistributedDataParallel, but: `gradient_as_bucket_view` is always on (with the local copy,
-            as much memory as DDP takes by default); `mixed_precision` and a `process_group` other than WORLD are
-            refused.
+        **kwargs: As for DistributedDataParallel, but: `mixed_precision`, `delay_all_reduce_named_params`, sparse
+            gradients and a `process_group` other than WORLD are refused, and `gradient_as_bucket_view` saves no memory,
+            since a copy of the local gradients is then kept.
 
     Attributes:
         on_commit: Called with the StepCommit at the end of each backward that reduces.
@@ -252,18 +123,17 @@ class FaultTolerantDDP(DistributedDataParallel):
             )
         if kwargs.pop("process_group", None) not in (None, world):
             raise ValueError("FaultTolerantDDP reduces over WORLD; process_group must be None")
-        if kwargs.get("mixed_precision") is not None:
-            raise ValueError("FaultTolerantDDP doesn't support mixed_precision; use autocast or a communication hook")
+        _check_supported(module, kwargs)
         is_synced = kwargs.pop("init_sync", True)
-        kwargs["gradient_as_bucket_view"] = True
         self.on_commit: Callable[[StepCommit], None] | None = None
         self.is_stop_requested = False
         self._world = world
         self._user_hook: tuple[Any, CommHook] | None = None
         self._reduction: GradientReduction | None = None
-        self._local: dict[int, Tensor] = {}
-        super().__init__(module, process_group=_ReducerGroup(world, self._add_map), init_sync=False, **kwargs)
-        super().register_comm_hook(None, self._on_bucket)
+        self._locals: dict[int, Tensor] = {}
+        self._reducer_group = _ReducerGroup(world, self._take)
+        super().__init__(module, process_group=self._reducer_group, init_sync=False, **kwargs)
+        self._num_gradients = _num_reduced(self)
         if is_synced:
             self._sync_initial_state()
 
@@ -273,6 +143,7 @@ class FaultTolerantDDP(DistributedDataParallel):
         It runs at the end of backward, one bucket after the other: its collectives would otherwise meet those of other
         buckets in an order of their own. If the step is redone, so is the hook, from the state it had before.
         """
+        super().register_comm_hook(None, self._on_bucket)
         self._user_hook = (state, hook)
 
     def _sync_initial_state(self) -> None:
@@ -306,45 +177,108 @@ class FaultTolerantDDP(DistributedDataParallel):
         self._reduction = None  # left behind if an earlier backward raised
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
-    def _open(self) -> GradientReduction:
-        if self._reduction is None:
-            self._reduction = GradientReduction(self._world, self._user_hook)
-            # DDP's own callback at the end of backward was or will be queued by then; ours must come after it.
-            _ENGINE.queue_callback(lambda: _ENGINE.queue_callback(self._finish_step))
-        return self._reduction
-
     def _on_bucket(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """What DDP calls instead of the group's all-reduce if there is a communication hook."""
+        self._take(bucket.buffer(), bucket)
+        return _completed(bucket.buffer())
+
+    def _take(self, tensor: Tensor, bucket: dist.GradBucket | None = None) -> _PartWork:
+        """Take in what DDP reduces: a bucket, or its map of used parameters. Called under the reducer's lock."""
         reach("bucket.ready")
-        reduction, tensor = self._open(), bucket.buffer()
-        reduction.add(tensor, self._keep_local(bucket.index(), tensor), bucket)
+        is_map = tensor.dtype is torch.int32
+        reduction = self._reduction
+        if reduction is None:
+            divisor = self._reducer_group.divisor
+            reduction = GradientReduction(self._world, divisor, self._user_hook, is_delayed=is_map)
+            self._reduction = reduction
+            # DDP's own callback at the end of backward was not queued yet: ours comes before it.
+            _ENGINE.queue_callback(self._finish_step)
+        reduction.add(self._part(reduction, tensor, bucket, is_map=is_map))
+        if not is_map:
+            reduction.num_buckets += 1
+            reduction.num_gradients += tensor.numel()
+        if reduction.is_delayed and reduction.num_gradients == self._num_gradients:
+            self._finish_step()  # DDP will not wait for the end of backward: it is there
         reach("bucket.started")
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(tensor)
-        return future
+        return _PartWork(tensor, self._finish_step)
 
-    def _add_map(self, tensor: Tensor) -> dist.Work:
-        self._open().add(tensor, self._keep_local(-1, tensor), None)
-        return _MapWork(self._finish_step)
+    def _part(
+        self, reduction: GradientReduction, tensor: Tensor, bucket: dist.GradBucket | None, *, is_map: bool
+    ) -> Part:
+        divisor, index = reduction.divisor, reduction.num_buckets
+        is_whole = is_map or bucket is not None
+        if not (is_map or reduction.is_delayed or self.gradient_as_bucket_view):
+            # The parameters' `grad` is what DDP has copied from, and stays as it is until DDP copies back.
+            return Part(
+                tensor,
+                divisor,
+                lambda size: load_gradients(tensor, self._layout(reduction, index), 1.0 if is_whole else 1.0 / size),
+                bucket,
+            )
+        local = self._local_for(-1 if is_map else index, tensor).copy_(tensor)
+        return Part(
+            tensor,
+            divisor,
+            lambda size: tensor.copy_(local) if is_whole else torch.mul(local, divisor / size, out=tensor),
+            bucket,
+        )
 
-    def _keep_local(self, index: int, tensor: Tensor) -> Tensor:
-        local = self._local.get(index)
+    def _local_for(self, index: int, tensor: Tensor) -> Tensor:
+        """Return memory of the tensor's size, the same in each step: fresh pages cost more than the copy."""
+        local = self._locals.get(index)
         if local is None or local.shape != tensor.shape or local.dtype != tensor.dtype:
-            self._local.pop(index, None)  # freed before its successor is allocated
-            local = self._local[index] = torch.empty_like(tensor)
-        return local.copy_(tensor)
+            self._locals.pop(index, None)  # freed before its successor is allocated
+            local = self._locals[index] = torch.empty_like(tensor)
+        return local
+
+    def _layout(self, reduction: GradientReduction, index: int) -> Layout:
+        """Ask DDP where the gradients are in a bucket. For a moment that takes the memory of all buckets once more."""
+        if not reduction.layouts:
+            for bucket in self.reducer._get_zeros_like_grad_buckets():
+                offsets = [int(gradient.storage_offset()) for gradient in bucket.gradients()]
+                reduction.layouts.append(list(zip(bucket.parameters(), offsets, strict=True)))
+        return reduction.layouts[index]
 
     def _finish_step(self) -> None:
         reduction, self._reduction = self._reduction, None
-        if reduction is None:  # the map's wait has done it
+        if reduction is None:  # a static graph's first
             return
         reach("reduction.wait")
         ring, sequence = self._world.ring, self._world.sequence
         ring.run(sequence, reduction)
-        words = torch.tensor([1, int(self.is_stop_requested)])
-        ring.run(sequence, Commit([words]))
+        commit = Commit(1, int(self.is_stop_requested))
+        ring.run(sequence, commit)
         if self.on_commit is not None:
             contributors = ring.members_of(reduction.final_generation)
-            self.on_commit(StepCommit(ring.step - 1, contributors, int(words[1])))
+            self.on_commit(StepCommit(ring.step - 1, contributors, commit.words.tolist()[1]))
+
+
+def _check_supported(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+    if kwargs.get("mixed_precision") is not None:
+        raise ValueError("FaultTolerantDDP doesn't support mixed_precision; use autocast or a communication hook")
+    if kwargs.get("delay_all_reduce_named_params") is not None:
+        raise ValueError("FaultTolerantDDP doesn't support delay_all_reduce_named_params")
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
+            raise ValueError(
+                f"FaultTolerantDDP doesn't support sparse gradients, but {name or 'the module'} is an "
+                f"{type(part).__name__} with sparse=True. Set sparse=False."
+            )
+
+
+def _num_reduced(model: DistributedDataParallel) -> int:
+    """Count the gradients that DDP reduces."""
+    return sum(
+        parameter.numel()
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    )
+
+
+def _completed(value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
 
 
 def ft_ddp(module: torch.nn.Module, **kwargs: Any) -> FaultTolerantDDP:

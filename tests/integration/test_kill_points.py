@@ -129,6 +129,14 @@ def test_kill_with_other_kinds_of_model(tmp_path: pathlib.Path, options: dict[st
         _check(job, 100, {"0/1", "0/3"}, **options)
 
 
+def test_kill_with_gradients_that_are_views_of_the_buckets(tmp_path: pathlib.Path) -> None:
+    """Nothing else holds the local gradients then."""
+    faults = "0/2=bucket.started@20; 0/0=reduction.done@30; 0/4=commit.enter@60"
+    program = ["plain_loop.py", "100", "--bucket-view"]
+    with jobs.running(tmp_path, 5, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
+        _check(job, 100, {"0/1", "0/3"}, model="mlp")
+
+
 @pytest.mark.parametrize("hook", ["fp16", "powersgd"])
 def test_kill_with_a_communication_hook(tmp_path: pathlib.Path, hook: str) -> None:
     """A hook is run again from the state it had; the survivors stay bitwise equal."""

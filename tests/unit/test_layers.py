@@ -21,6 +21,7 @@ LAYERS = (
     "membership",
     "coordinator",
     "comm",
+    "reduction",
     "ddp",
     "data",
     "checkpoint",
@@ -59,6 +60,7 @@ FORBIDDEN = {
     },
     "coordinator": {"lightning", "torch"},
     "comm": {"aiohttp", "lightning"},
+    "reduction": {"aiohttp", "lightning"},
     "ddp": {"aiohttp", "lightning"},
     "data": {"aiohttp", "lightning"},
 }

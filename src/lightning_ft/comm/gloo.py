@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning_ft.comm.sockets import Descriptor, ForkGuard, open_sockets, ports, shut_down
 from lightning_ft.membership.events import Address
 
-_LOOK_S = 1.0
+_LOOK = datetime.timedelta(seconds=1)
 """How often a blocked wait looks whether its group was severed meanwhile; costs nothing."""
 
 _GRACE_S = 5.0
@@ -81,7 +81,7 @@ class InnerGroup:
         """
         while True:
             try:
-                work.wait(datetime.timedelta(seconds=_LOOK_S))
+                work.wait(_LOOK)
             except RuntimeError as error:
                 if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
                     raise CallerError(error) from None  # raised by Python code that ran within the call
@@ -101,7 +101,7 @@ class InnerGroup:
         """Return the value of a future that stands on works of this group; as `wait`."""
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
-        while not done.wait(_LOOK_S):
+        while not done.wait(_LOOK.total_seconds()):
             if self._severed_s is not None and time.monotonic() - self._severed_s > _GRACE_S:
                 raise RingBrokenError("Gloo lost a message when the group was severed")
         return future.wait()

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from lightning_ft.comm.gloo import Build, CallerError, GlooTransport, InnerGroup, RingBrokenError
 from lightning_ft.comm.operations import Kind, Operation, Place
@@ -156,7 +156,7 @@ class Ring:
         Raises:
             FaultToleranceError: This member can't go on.
         """
-        with self._lock, _caller_errors():
+        with self._lock, _caller_errors:
             visible = sequence.visible  # what the arguments were made for; finishing the last number may change it
             if sequence.last is not None:
                 self._complete(sequence, sequence.last)  # its error, if any, is raised by its own wait
@@ -172,7 +172,7 @@ class Ring:
             FaultToleranceError: This member can't go on.
             RuntimeError: The operation failed again and again among the same members: torch can't do it.
         """
-        with self._lock, _caller_errors():
+        with self._lock, _caller_errors:
             self._complete(sequence, operation)
         if operation.error is not None:
             raise operation.error
@@ -188,7 +188,7 @@ class Ring:
         Raises:
             FaultToleranceError: This member can't go on.
         """
-        with self._lock, _caller_errors():
+        with self._lock, _caller_errors:
             works = sequence.works
             if not operation.is_final and works is not None and not all(work.is_completed() for work in works):
                 return False
@@ -449,13 +449,18 @@ class Ring:
                 view.sever()
 
 
-@contextlib.contextmanager
-def _caller_errors() -> Iterator[None]:
-    """Raise what a signal handler raised in a wait as it was."""
-    try:
-        yield
-    except CallerError as caught:
-        raise caught.error from None
+class _CallerErrors:
+    """Raises what a signal handler raised in a wait as it was. No generator: this is in every collective's path."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CallerError):
+            raise error.error from None
+
+
+_caller_errors = _CallerErrors()
 
 
 def _redone(settled: Settled) -> str:

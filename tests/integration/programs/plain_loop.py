@@ -1,7 +1,7 @@
 """A hand-written PyTorch loop on backend `ft` that writes down everything a checker needs.
 
     plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static] [--hook fp16|powersgd] [--optimizer sgd|adamw]
-                  [--accumulate N] [--sync-every N]
+                  [--accumulate N] [--sync-every N] [--bucket-view]
 
 Each member appends JSON lines to OUT/<node>-<slot>.jsonl: for each step who contributed, and the weights' hash after.
 """
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--sync-every", type=int, default=0)
     parser.add_argument("--optimizer", default="sgd")
+    parser.add_argument("--bucket-view", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     member = os.environ["LIGHTNING_FT_MEMBER"]
@@ -101,6 +102,7 @@ def main() -> None:
         net,
         find_unused_parameters=arguments.model == "unused",
         static_graph=arguments.model == "static",
+        gradient_as_bucket_view=arguments.bucket_view,
         bucket_cap_mb=0.01,
     )
     if arguments.hook == "fp16":
