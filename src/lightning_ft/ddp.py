@@ -205,14 +205,15 @@ class FaultTolerantDDP(DistributedDataParallel):
     def _part(
         self, reduction: GradientReduction, tensor: Tensor, bucket: dist.GradBucket | None, *, is_map: bool
     ) -> Part:
-        divisor, index = reduction.divisor, reduction.num_buckets
+        # What refills a part must not hold the reduction: the buckets would live on until the garbage is collected.
+        divisor, index, layouts = reduction.divisor, reduction.num_buckets, reduction.layouts
         is_whole = is_map or bucket is not None
         if not (is_map or reduction.is_delayed or self.gradient_as_bucket_view):
             # The parameters' `grad` is what DDP has copied from, and stays as it is until DDP copies back.
             return Part(
                 tensor,
                 divisor,
-                lambda size: load_gradients(tensor, self._layout(reduction, index), 1.0 if is_whole else 1.0 / size),
+                lambda size: load_gradients(tensor, self._layout(layouts, index), 1.0 if is_whole else 1.0 / size),
                 bucket,
             )
         local = self._local_for(-1 if is_map else index, tensor).copy_(tensor)
@@ -231,13 +232,13 @@ class FaultTolerantDDP(DistributedDataParallel):
             local = self._locals[index] = torch.empty_like(tensor)
         return local
 
-    def _layout(self, reduction: GradientReduction, index: int) -> Layout:
+    def _layout(self, layouts: list[Layout], index: int) -> Layout:
         """Ask DDP where the gradients are in a bucket. For a moment that takes the memory of all buckets once more."""
-        if not reduction.layouts:
+        if not layouts:
             for bucket in self.reducer._get_zeros_like_grad_buckets():
                 offsets = [int(gradient.storage_offset()) for gradient in bucket.gradients()]
-                reduction.layouts.append(list(zip(bucket.parameters(), offsets, strict=True)))
-        return reduction.layouts[index]
+                layouts.append(list(zip(bucket.parameters(), offsets, strict=True)))
+        return layouts[index]
 
     def _finish_step(self) -> None:
         reduction, self._reduction = self._reduction, None
@@ -246,11 +247,11 @@ class FaultTolerantDDP(DistributedDataParallel):
         reach("reduction.wait")
         ring, sequence = self._world.ring, self._world.sequence
         ring.run(sequence, reduction)
-        commit = Commit(1, int(self.is_stop_requested))
+        commit = Commit(int(self.is_stop_requested))
         ring.run(sequence, commit)
         if self.on_commit is not None:
             contributors = ring.members_of(reduction.final_generation)
-            self.on_commit(StepCommit(ring.step - 1, contributors, commit.words.tolist()[1]))
+            self.on_commit(StepCommit(ring.step - 1, contributors, commit.total))
 
 
 def _check_supported(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from lightning_ft.comm.gloo import GlooTransport, reachable_host
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+from lightning_ft.comm.rendezvous import defer_rendezvous
 from lightning_ft.comm.ring import Ring
 from lightning_ft.comm.sockets import ForkGuard, open_sockets
 from lightning_ft.config import Settings
@@ -110,4 +111,5 @@ def _update_rank_table() -> None:
 def register_backend() -> None:
     """Make `ft` known to torch.distributed; idempotent."""
     if "ft" not in dist.Backend.backend_list:
+        defer_rendezvous()
         dist.Backend.register_backend("ft", _create, extended_api=True, devices=["cpu", "cuda"])

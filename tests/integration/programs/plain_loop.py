@@ -2,6 +2,7 @@
 
     plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static] [--hook fp16|powersgd] [--optimizer sgd|adamw]
                   [--accumulate N] [--sync-every N] [--bucket-view]
+                  [--stillborn MEMBER]
 
 Each member appends JSON lines to OUT/<node>-<slot>.jsonl: for each step who contributed, and the weights' hash after.
 """
@@ -10,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import json
 import os
 import pathlib
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +27,7 @@ import torch.distributed as dist
 if __name__ == "__main__":
     sys.modules["lightning"] = None  # type: ignore[assignment]  # plain PyTorch must do without it, and starts faster
 import lightning_ft
+from lightning_ft.reduction import GradientReduction
 
 
 class Net(torch.nn.Module):
@@ -73,8 +77,7 @@ def make_optimizer(kind: str, parameters: Iterator[torch.nn.Parameter]) -> torch
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def main() -> None:
-    """Run the loop."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("steps", type=int)
@@ -85,7 +88,13 @@ def main() -> None:
     parser.add_argument("--sync-every", type=int, default=0)
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--bucket-view", action="store_true")
-    arguments = parser.parse_args()
+    parser.add_argument("--stillborn", default="", help="member that dies before it joins")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the loop."""
+    arguments = _arguments()
     torch.set_num_threads(1)
     member = os.environ["LIGHTNING_FT_MEMBER"]
     log = (arguments.out / f"{member.replace('/', '-')}.jsonl").open("a")
@@ -94,7 +103,10 @@ def main() -> None:
         log.write(json.dumps({"time": time.time(), **line}) + "\n")
         log.flush()
 
+    gc.disable()  # what only the collector frees is found at the end
     write(event="start", pid=os.getpid())
+    if member == arguments.stillborn:
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.init_process_group("ft")
     torch.manual_seed(0)
     net = Net(arguments.model, arguments.width)
@@ -136,7 +148,8 @@ def main() -> None:
             write(event="all_reduce", step=step, value=total.item(), world_size=dist.get_world_size())
             dist.barrier()
     torch.save(net.state_dict(), arguments.out / f"{member.replace(chr(47), chr(45))}.pt")
-    write(event="end", hash=weights_hash(net))
+    num_reductions = sum(isinstance(found, GradientReduction) for found in gc.get_objects())
+    write(event="end", hash=weights_hash(net), num_reductions=num_reductions)
 
 
 if __name__ == "__main__":
