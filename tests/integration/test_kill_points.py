@@ -36,6 +36,9 @@ STEP = [
     "broadcast.issued",
     "broadcast.done",
 ]
+ONCE_PER_STEP = ["reduction.wait", "reduction.done", "commit.enter", "commit.done"]
+"""Reached once in each step, whatever is redone, so that a count says when."""
+
 RECOVERY = [
     "recover.sever",
     "recover.park",
@@ -83,7 +86,7 @@ def _faults(seed: int) -> list[list[str]]:
         faults = jobs_faults[-1]
         count = 8 + 14 * (len(MEMBERS) - 1 - len(victims)) + chance.randrange(6)
         if needed == 2:
-            faults.append(f"{victims.pop()}={chance.choice(STEP)}@{count + 4}")
+            faults.append(f"{victims.pop()}={chance.choice(ONCE_PER_STEP)}@{count + 4}")
             faults.append(f"{victims.pop()}=reduction.enter@{count}>{point}")
         else:
             faults.append(f"{victims.pop()}={point}@{count}")
