@@ -188,6 +188,7 @@ _SENTENCES: dict[str, tuple[int, str]] = {
     "failed": (logging.WARNING, "the process fails with {exception}"),
     "member_joined": (logging.DEBUG, "joined the job"),
     "member_left": (logging.INFO, "left the job as it wished"),
+    "member_exited": (logging.DEBUG, "the process has ended: {detail}"),
     "failure_detected": (logging.WARNING, "is lost: {detail}"),
     "view_suspended": (logging.WARNING, "training is suspended: {reason}"),
     "view_committed": (logging.INFO, "the members are now {members}: {reason}"),

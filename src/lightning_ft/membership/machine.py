@@ -57,7 +57,9 @@ def _on_hello(turn: Turn, event: events.Hello) -> None:
         _refuse_future(turn, event)
         return
     if member.incarnation is None:
-        turn.record("member_joined", event.member, incarnation=event.incarnation)
+        turn.record(
+            "member_joined", event.member, incarnation=event.incarnation, host=event.address.host, pid=event.pid
+        )
     member = turn.put(member, incarnation=event.incarnation, address=event.address, **_heard(turn))
     _catch_up(turn, member, event.generation)
 
@@ -162,6 +164,7 @@ def _on_exited(turn: Turn, event: events.Exited) -> None:
     if member is not None:
         if member.incarnation is None:
             member = turn.put(member, incarnation=event.incarnation)
+        turn.record("member_exited", event.member, status=event.status, detail=event.detail)
         _dead(turn, member, Cause.EXIT, event.detail)
 
 
