@@ -3,8 +3,9 @@
 Each backward ends with two numbered collectives, the reduction of all gradients and the commit (PROTOCOL.md,
 section 5).
 Private API read in torch 2.13.0: `_execution_engine.queue_callback`, `DistributedDataParallel.
-_distributed_broadcast_coalesced`, `Reducer._get_zeros_like_grad_buckets`, and that the reducer hands its buckets to its
-group's `allreduce`, divided by the size that the group tells (tests/unit/test_ddp.py fails clearly if they change).
+_distributed_broadcast_coalesced` and `_build_params_for_reducer`, `Reducer._get_zeros_like_grad_buckets` and
+`_reset_state`; that the reducer hands its buckets to its group's `allreduce`, divided by the size that the group tells,
+and only then queues what copies them back (tests/unit/test_ddp.py fails clearly if they change).
 """
 
 import dataclasses
@@ -79,15 +80,13 @@ class _ReducerGroup(_GroupBase):  # type: ignore[misc]
 
 
 class _PartWork(dist.Work):
-    """What DDP waits for: the whole step, which is finished before DDP asks, but for the first of a static graph."""
+    """What DDP waits for: nothing, since the step is finished when it asks."""
 
-    def __init__(self, tensor: Tensor, finish: Callable[[], None]) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         super().__init__()
         self._tensor = tensor
-        self._finish = finish
 
     def wait(self, timeout: Any = None) -> bool:
-        self._finish()
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -102,9 +101,9 @@ class FaultTolerantDDP(DistributedDataParallel):
 
     Args:
         module: As for DistributedDataParallel.
-        **kwargs: As for DistributedDataParallel, but: `mixed_precision`, `delay_all_reduce_named_params`, sparse
-            gradients and a `process_group` other than WORLD are refused, and `gradient_as_bucket_view` saves no memory,
-            since a copy of the local gradients is then kept.
+        **kwargs: As for DistributedDataParallel, but: `mixed_precision`, `delay_all_reduce_named_params`,
+            `skip_all_reduce_unused_params`, sparse gradients and a `process_group` other than WORLD are refused, and
+            `gradient_as_bucket_view` saves no memory, since a copy of the local gradients is then kept.
 
     Attributes:
         on_commit: Called with the StepCommit at the end of each backward that reduces.
@@ -133,7 +132,6 @@ class FaultTolerantDDP(DistributedDataParallel):
         self._locals: dict[int, Tensor] = {}
         self._reducer_group = _ReducerGroup(world, self._take)
         super().__init__(module, process_group=self._reducer_group, init_sync=False, **kwargs)
-        self._num_gradients = _num_reduced(self)
         if is_synced:
             self._sync_initial_state()
 
@@ -145,6 +143,19 @@ class FaultTolerantDDP(DistributedDataParallel):
         """
         super().register_comm_hook(None, self._on_bucket)
         self._user_hook = (state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        raise ValueError(
+            "FaultTolerantDDP doesn't support builtin hooks; use register_comm_hook with fp16_compress_hook"
+        )
+
+    def join(self, *args: object, **kwargs: object) -> Any:
+        """Not supported: a member that has no more batches can't take part in a step.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("FaultTolerantDDP doesn't support join(); give all ranks equally many batches")
 
     def _sync_initial_state(self) -> None:
         parameters = hashlib.sha256()
@@ -172,9 +183,16 @@ class FaultTolerantDDP(DistributedDataParallel):
         """Synchronise the buffers, as one number whatever their types."""
         self._world.ring.run(self._world.sequence, Broadcast(tensors, authoritative_rank, is_any_root=True))
 
+    def _build_params_for_reducer(self) -> Any:
+        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        self._num_gradients = sum(parameter.numel() for parameter in parameters)
+        return parameters, expect_sparse
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As DistributedDataParallel."""
-        self._reduction = None  # left behind if an earlier backward raised
+        if self._reduction is not None and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._reduction = None  # an earlier backward raised, or ended before all gradients were there
+            self.reducer._reset_state()
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _on_bucket(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -188,19 +206,25 @@ class FaultTolerantDDP(DistributedDataParallel):
         is_map = tensor.dtype is torch.int32
         reduction = self._reduction
         if reduction is None:
-            divisor = self._reducer_group.divisor
+            # A map that comes first comes before DDP has asked what to divide by.
+            divisor = self._reducer_group.size() if is_map else self._reducer_group.divisor
             reduction = GradientReduction(self._world, divisor, self._user_hook, is_delayed=is_map)
             self._reduction = reduction
-            # DDP's own callback at the end of backward was not queued yet: ours comes before it.
-            _ENGINE.queue_callback(self._finish_step)
-        reduction.add(self._part(reduction, tensor, bucket, is_map=is_map))
+        reduction.add(self._part(reduction, tensor.detach(), bucket, is_map=is_map))
         if not is_map:
             reduction.num_buckets += 1
             reduction.num_gradients += tensor.numel()
-        if reduction.is_delayed and reduction.num_gradients == self._num_gradients:
-            self._finish_step()  # DDP will not wait for the end of backward: it is there
+            if reduction.num_gradients == self._num_gradients:
+                self._finish_at_the_end(reduction)
         reach("bucket.started")
-        return _PartWork(tensor, self._finish_step)
+        return _PartWork(tensor)
+
+    def _finish_at_the_end(self, reduction: GradientReduction) -> None:
+        """Finish the step when backward has ended, but before DDP takes the result."""
+        if reduction.is_delayed:  # DDP does not wait for the end of backward: it is there
+            self._finish_step()
+        else:  # DDP queues its own callback right after its last bucket was taken, for the same (sub-)backward
+            _ENGINE.queue_callback(self._finish_step)
 
     def _part(
         self, reduction: GradientReduction, tensor: Tensor, bucket: dist.GradBucket | None, *, is_map: bool
@@ -216,7 +240,8 @@ class FaultTolerantDDP(DistributedDataParallel):
                 lambda size: load_gradients(tensor, self._layout(layouts, index), 1.0 if is_whole else 1.0 / size),
                 bucket,
             )
-        local = self._local_for(-1 if is_map else index, tensor).copy_(tensor)
+        local = torch.empty_like(tensor) if reduction.is_delayed else self._local_for(-1 if is_map else index, tensor)
+        local.copy_(tensor)
         return Part(
             tensor,
             divisor,
@@ -241,14 +266,14 @@ class FaultTolerantDDP(DistributedDataParallel):
         return layouts[index]
 
     def _finish_step(self) -> None:
-        reduction, self._reduction = self._reduction, None
-        if reduction is None:  # a static graph's first
-            return
+        reduction = self._reduction
+        assert reduction is not None
         reach("reduction.wait")
         ring, sequence = self._world.ring, self._world.sequence
         ring.run(sequence, reduction)
         commit = Commit(int(self.is_stop_requested))
         ring.run(sequence, commit)
+        self._reduction = None
         if self.on_commit is not None:
             contributors = ring.members_of(reduction.final_generation)
             self.on_commit(StepCommit(ring.step - 1, contributors, commit.total))
@@ -257,23 +282,15 @@ class FaultTolerantDDP(DistributedDataParallel):
 def _check_supported(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
     if kwargs.get("mixed_precision") is not None:
         raise ValueError("FaultTolerantDDP doesn't support mixed_precision; use autocast or a communication hook")
-    if kwargs.get("delay_all_reduce_named_params") is not None:
-        raise ValueError("FaultTolerantDDP doesn't support delay_all_reduce_named_params")
+    for name in ("delay_all_reduce_named_params", "skip_all_reduce_unused_params"):
+        if kwargs.get(name):
+            raise ValueError(f"FaultTolerantDDP doesn't support {name}: all members must reduce all gradients together")
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
             raise ValueError(
                 f"FaultTolerantDDP doesn't support sparse gradients, but {name or 'the module'} is an "
                 f"{type(part).__name__} with sparse=True. Set sparse=False."
             )
-
-
-def _num_reduced(model: DistributedDataParallel) -> int:
-    """Count the gradients that DDP reduces."""
-    return sum(
-        parameter.numel()
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
-    )
 
 
 def _completed(value: Any) -> torch.futures.Future[Any]:

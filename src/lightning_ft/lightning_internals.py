@@ -3,12 +3,14 @@
 Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if it changes):
 `trainer.connectors.data_connector._InfiniteBarrier`, `_TrainingEpochLoop._broadcast_sigterm_tensor`,
 `_SignalConnector._sigterm_notifier_fn` and `received_sigterm`, `_FitLoop._combined_loader` and `setup_data`,
-`_EvaluationLoop._combined_loader` and `setup_data`, `rank_zero_only.rank`, and in
+`_EvaluationLoop._combined_loader`, `setup_data` and `_on_evaluation_end`, `_PredictionLoop._combined_loader`,
+`setup_data` and `_on_predict_end`, `rank_zero_only.rank`, and in
 `fabric.strategies.launchers.subprocess_script` `_basic_subprocess_cmd` and `_hydra_subprocess_cmd`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -95,12 +97,29 @@ class DataRefresher:
     """Deals an epoch's data among the ranks there are when it begins.
 
     An epoch that is under way keeps its deal; the next one is dealt anew, with the right lengths.
+
+    Args:
+        trainer: Its loops are changed.
+        on_dealt: Called before a loop's data are dealt, if they are.
+        on_evaluated: Called with `validation`, `test` or `predict` when the results of one are complete, before
+            anybody acts on them.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, on_dealt: Callable[[], None], on_evaluated: Callable[[str], None]) -> None:
         self._stale: set[int] = set()
-        epoch_loop = trainer.fit_loop.epoch_loop
-        self._loops: list[Any] = [trainer.fit_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+        self._on_dealt = on_dealt
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        evaluations = {
+            "validation": (validation, trainer.validate_loop),
+            "test": (trainer.test_loop,),
+            "predict": (trainer.predict_loop,),
+        }
+        self._loops: list[Any] = [trainer.fit_loop]
+        for stage, loops in evaluations.items():
+            for loop in loops:
+                self._loops.append(loop)
+                end = "_on_predict_end" if stage == "predict" else "_on_evaluation_end"
+                setattr(loop, end, _after(functools.partial(on_evaluated, stage), getattr(loop, end)))
         for loop in self._loops:
             self._wrap(loop)
 
@@ -112,6 +131,7 @@ class DataRefresher:
         original = loop.setup_data
 
         def setup_data() -> None:
+            self._on_dealt()
             if id(loop) in self._stale:
                 self._stale.discard(id(loop))
                 if loop._combined_loader is not None:
@@ -123,6 +143,14 @@ class DataRefresher:
             original()
 
         loop.setup_data = setup_data
+
+
+def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return then(*args, **kwargs)
+
+    return both
 
 
 def renumber_sampler(sampler: DistributedSampler[Any], rank: int, num_replicas: int) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ft.comm.gloo import InnerGroup, RingBrokenError
-from lightning_ft.comm.operations import Kind, Operation, Place, as_bytes
+from lightning_ft.comm.operations import Kind, Operation, Place, acknowledge, as_bytes
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.errors import ProtocolViolationError
 
@@ -66,13 +66,18 @@ class Part:
 def load_gradients(tensor: Tensor, layout: Layout, factor: float) -> None:
     """Fill a bucket with the parameters' gradients times `factor`, as DDP does."""
     for parameter, offset in layout:
-        # A dense parameter's own strides, else those of a contiguous one: so has DDP laid it out.
-        strides = torch.empty_like(parameter, device="meta").stride()
-        view = tensor.as_strided(parameter.shape, strides, offset)
+        view = tensor.as_strided(parameter.shape, _strides(parameter), offset)
         if parameter.grad is None:
             view.zero_()
         else:  # multiplied: dividing differs in the last bit
             torch.mul(parameter.grad.detach(), factor, out=view)
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """How DDP lays out a gradient: as a parameter without gaps or overlaps lies itself, else contiguously."""
+    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
 
 
 class GradientReduction(Operation):
@@ -111,6 +116,7 @@ class GradientReduction(Operation):
         self._hook = hook
         self._hook_state = _HookState(hook[0]) if hook is not None else None
         self._parts: list[Part] = []
+        self._waited_for = 0  # the number before the last part that was started
         ring, place = group.ring, group.sequence.place
         is_early = hook is None and ring.starts_early and place is not None and place.size == divisor
         self._early_generation = ring.view.generation if is_early else None
@@ -118,11 +124,14 @@ class GradientReduction(Operation):
     def add(self, part: Part) -> None:
         """Take a tensor in; start to reduce it if that may be done early."""
         self._parts.append(part)
-        place = self._group.sequence.place
-        if place is None or place.generation != self._early_generation or self._group.ring.view.is_severed:
+        place, view = self._group.sequence.place, self._group.ring.view
+        if place is None or place.generation != self._early_generation or view.is_severed:
             return
-        with contextlib.suppress(RuntimeError):  # found again, and repaired, at the end of backward
+        self._waited_for = self._group.sequence.shown
+        try:
             part.early = (place.inner, part.allreduce(place))
+        except RuntimeError:  # the others may have started it: only a new view puts us in step again
+            view.sever()
 
     def start(self, place: Place) -> Sequence[dist.Work]:
         """Take over what was started early, or issue all; a hook runs in `finish`."""
@@ -131,9 +140,12 @@ class GradientReduction(Operation):
         early = [part.early for part in self._parts if part.early is not None]
         if place.generation == self._early_generation:
             self._early_generation = None
-            if len(early) < len(self._parts):  # the others may have started all: only a new view puts us in step again
+            if len(early) < len(self._parts):
                 raise RingBrokenError("a bucket could not be started")
-            return [work for _, work in early]
+            works = [work for _, work in early]
+            if self._waited_for != self.number - 1:  # they don't prove that everybody has finished the number before
+                works.append(acknowledge(place))
+            return works
         for part in self._parts:
             part.early = None
         for inner, work in early:  # of a broken view: they fail soon, but until then they write into the buckets

@@ -207,7 +207,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             super().setup(trainer)
             return
         self._trainer = trainer
-        self._data = self._data or lightning_internals.DataRefresher(trainer)
+        self._data = self._data or lightning_internals.DataRefresher(trainer, self._on_dealt, self._on_evaluated)
         lightning_internals.replace_sigterm_broadcasts(trainer, self._on_sigterm, lambda: self._is_stopping)
         promotion.prepare(trainer, self.broadcast)
         self._tell_log_directory(trainer)
@@ -300,38 +300,35 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._evaluation_starts()
+        reach("evaluation.start")
 
     @override
     def on_test_start(self) -> None:
-        self._evaluation_starts()
+        reach("evaluation.start")
 
     @override
     def on_predict_start(self) -> None:
-        self._evaluation_starts()
-
-    @override
-    def on_validation_end(self) -> None:
-        self._evaluation_ends("validation")
-
-    @override
-    def on_test_end(self) -> None:
-        self._evaluation_ends("test")
-
-    @override
-    def on_predict_end(self) -> None:
-        self._evaluation_ends("predict")
+        reach("evaluation.start")
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         reach("evaluation.batch")
         return super().validation_step(*args, **kwargs)
 
-    def _evaluation_starts(self) -> None:
-        reach("evaluation.start")
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        reach("evaluation.batch")
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        reach("evaluation.batch")
+        return super().predict_step(*args, **kwargs)
+
+    def _on_dealt(self) -> None:
         self._evaluated_by = () if self.group is None else self.group.members
 
-    def _evaluation_ends(self, stage: str) -> None:
+    def _on_evaluated(self, stage: str) -> None:
         """Say what the dead have left out: the share of a member that went is in no result."""
         if self.group is None or self.group.members == self._evaluated_by:
             return
@@ -383,6 +380,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             writer = self.group.members[0]
             reach("checkpoint.save")
             super().save_checkpoint(dict(checkpoint), filepath, storage_options)
+            reach("checkpoint.saved")
             self.barrier("save_checkpoint")
             is_written = self.group.members[0] == writer
 

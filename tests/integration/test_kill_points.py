@@ -135,6 +135,7 @@ def test_two_at_once_and_all_but_one(tmp_path: pathlib.Path) -> None:
     [
         {"model": "unused", "optimizer": "adamw"},
         {"model": "static", "optimizer": "sgd"},
+        {"model": "checkpoint", "optimizer": "sgd"},
         {"model": "mlp", "accumulate": 3, "optimizer": "adamw"},
     ],
     ids=str,
@@ -145,6 +146,22 @@ def test_kill_with_other_kinds_of_model(tmp_path: pathlib.Path, options: dict[st
     faults = "0/2=bucket.started@20; 0/0=reduction.done@30; 0/4=commit.enter@60"
     with jobs.running(tmp_path, 5, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
         _check(job, 100, {"0/1", "0/3"}, FIVE, **options)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_kill_with_two_models_in_one_backward(tmp_path: pathlib.Path, seed: int) -> None:
+    """Both reductions start their buckets early, and each is finished before the next."""
+    points = ["reduction.issued", "reduction.done", "commit.enter", "commit.issued", "commit.done", "bucket.started"]
+    chance = random.Random(seed)
+    victims = chance.sample(FIVE, 4)
+    faults = [f"{victim}={chance.choice(points)}@{20 + 30 * index}" for index, victim in enumerate(victims)]
+    with jobs.running(tmp_path, 5, ["two_models.py", "80"], {"LIGHTNING_FT_FAIL_AT": "; ".join(faults)}) as job:
+        assert job.finish() == 0, job.output()
+        (survivor,) = set(FIVE) - set(victims)
+        assert [line["step"] for line in job.records(survivor)] == list(range(80)), job.output()
+        hashes = {line["step"]: line["hash"] for line in job.records(survivor)}
+        for member in FIVE:
+            assert all(line["hash"] == hashes[line["step"]] for line in job.records(member)), member
 
 
 def test_kill_with_gradients_that_are_views_of_the_buckets(tmp_path: pathlib.Path) -> None:

@@ -80,12 +80,34 @@ def test_switched_off_it_is_stock_ddp(tmp_path: pathlib.Path) -> None:
         assert (tmp_path / "adamw.pt").exists()
 
 
+@pytest.mark.parametrize(
+    "start", [["-m", "lightning_ft.cli", "run", "--nproc-per-node", "2"], []], ids=["run", "trainer"]
+)
+def test_examples(tmp_path: pathlib.Path, start: list[str]) -> None:
+    """The examples run as their first lines say: a plain loop by `lightning-ft run`, a Trainer by itself."""
+    script = "plain_pytorch.py" if start else "digits.py"
+    options = [] if start else ["--help"]
+    done = subprocess.run(
+        [sys.executable, *start, str(jobs.ROOT / "examples" / script), *options],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    if start:
+        accuracy = float(done.stdout.split("test accuracy: ")[1].split("%")[0])
+        assert accuracy >= 90, done.stdout
+
+
 def test_sigterm_stops_all_ranks_at_the_same_batch(tmp_path: pathlib.Path) -> None:
-    """SIGTERM to one rank is learned by all with the same commit: all end, none hangs, the weights are equal."""
+    """SIGTERM to one rank is learned by all with the same commit: all end in peace, with equal weights."""
     with jobs.running_script(tmp_path, ["lightning_fit.py", "--devices", "2", "--epochs", "1000"]) as job:
         job.wait_until(lambda: len(job.records("0/1")) > 40)
         job.kill("0/1", 15)
-        job.finish()
+        assert job.finish() == 0, job.output()
         last = [[line for line in job.records(member) if line["event"] == "batch"][-1] for member in ("0/0", "0/1")]
         assert last[0]["step"] == last[1]["step"], job.output()
         assert last[0]["hash"] == last[1]["hash"]

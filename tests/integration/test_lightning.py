@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
 import pathlib
+import random
 from typing import Any
 
 import pytest
@@ -60,18 +62,60 @@ def test_without_failure_it_is_bitwise_ddp(tmp_path: pathlib.Path, devices: int)
             assert torch.equal(tensor, got[name]), (case, name)
 
 
-@pytest.mark.parametrize(
-    "points",
-    [
-        ("0/1=batch.start@5", "0/0=optimizer.enter@12", "0/2=optimizer.done@18"),
-        ("0/0=broadcast_bytes.enter@3", "0/3=reduction.issued@9", "0/1=commit.issued@14"),
-        ("0/2=all_reduce.issued@12", "0/0=evaluation.start@2", "0/3=gather_bytes.enter@2"),
-        ("0/0=checkpoint.save@1", "0/1=checkpoint.save@3"),
-        ("0/0=evaluation.start@4", "0/1=evaluation.start@5"),  # the last validation, the test
-    ],
-    ids="+".join,
-)
-def test_kill_at_points_of_a_fit(tmp_path: pathlib.Path, points: tuple[str, ...]) -> None:
+POINTS = {
+    "batch.start": 40,
+    "optimizer.enter": 40,
+    "optimizer.done": 40,
+    "reduction.issued": 40,
+    "reduction.done": 40,
+    "commit.issued": 40,
+    "commit.done": 40,
+    "all_reduce.enter": 16,
+    "all_reduce.issued": 16,
+    "all_reduce.done": 16,
+    "broadcast_bytes.enter": 5,
+    "broadcast_bytes.issued": 5,
+    "broadcast_bytes.done": 5,
+    "gather_bytes.enter": 6,
+    "gather_bytes.issued": 6,
+    "gather_bytes.done": 6,
+    "evaluation.start": 5,
+    "evaluation.batch": 14,
+    "checkpoint.save": 3,
+    "checkpoint.saved": 3,
+}
+"""Where a member dies in a fit with sanity check, three epochs and a test; and how often that is reached at least."""
+
+RECOVERY = ["recover.sever", "recover.build", "recover.exchange", "recover.handover", "recover.confirm"]
+
+
+def _faults(seed: int) -> list[list[str]]:
+    """Deal the points to jobs of four, each once and in random order; in each job three members die."""
+    chance = random.Random(seed)
+    points = list(POINTS)
+    chance.shuffle(points)
+    chance.shuffle(recoveries := list(RECOVERY))
+    jobs_faults = []
+    while points:
+        chosen, points = points[:3], points[3:]
+        victims = chance.sample(_members(4), 3)
+        faults = [
+            f"{victim}={point}@{chance.randint(1, POINTS[point])}"
+            for victim, point in zip(victims, chosen, strict=False)
+        ]
+        if recoveries and len(chosen) == 3:  # the last one dies in the recovery from another
+            faults[2] = f"{victims[2]}=batch.start@1>{recoveries.pop()}"
+            points.append(chosen[2])
+        jobs_faults.append(faults)
+    return jobs_faults
+
+
+NUM_SWEEPS = int(os.environ.get("NUM_SWEEPS", "1"))
+SWEEPS = [faults for seed in range(NUM_SWEEPS) for faults in _faults(seed)]
+
+
+@pytest.mark.parametrize("points", SWEEPS, ids="+".join)
+def test_kill_at_points_of_a_fit(tmp_path: pathlib.Path, points: list[str]) -> None:
     """Whoever dies wherever in a fit, the survivors see each step once and end with whole logs and checkpoints."""
     survivors = set(_members(4)) - {point.split("=")[0] for point in points}
     program = ["lightning_fit.py", "--devices", "4", "--epochs", "3", "--test"]
@@ -79,18 +123,107 @@ def test_kill_at_points_of_a_fit(tmp_path: pathlib.Path, points: tuple[str, ...]
         batches = _check_run(job, 4, survivors)
         lost = {event["member"] for event in job.events() if event["event"] == "failure_detected"}
         assert lost == set(_members(4)) - survivors, job.output()
+        _check_deal(job, batches, survivors)
         rows = _rows(job)
         logged = [int(row["step"]) for row in rows if row["loss"]]
         assert logged == sorted(set(logged)), "no line twice"
         assert logged == list(range(len(batches[min(survivors)]))), "no line lost"
+        assert len([row for row in rows if row["val_loss"]]) == 3, "each validation is logged once"
         saved = [line for member in survivors for line in job.records(member) if line["event"] == "saved"]
         assert len(saved) == 1, "one rank 0 at the end"
         assert saved[0]["keys"] > 0
-        validated = {
-            member: [line["metrics"] for line in job.records(member) if line["event"] == "validated"]
-            for member in survivors
-        }
-        assert len({str(metrics) for metrics in validated.values()}) == 1, "all survivors have the same metrics"
+        assert pathlib.Path(saved[0]["best"]).with_name("last.ckpt").exists()
+        for event in ("validated", "tested"):
+            seen = {
+                member: [
+                    line.get("metrics", line.get("results")) for line in job.records(member) if line["event"] == event
+                ]
+                for member in survivors
+            }
+            assert len({str(metrics) for metrics in seen.values()}) == 1, "all survivors have the same metrics"
+
+
+def _check_deal(job: jobs.Job, batches: dict[str, list[dict[str, Any]]], survivors: set[str]) -> None:
+    """An epoch that nobody died in was dealt to those who were there, whole; and their ranks are counted anew."""
+    for epoch in range(3):
+        present = [member for member in batches if any(line["epoch"] == epoch for line in batches[member])]
+        if set(present) != survivors:
+            continue
+        lines = [[line for line in batches[member] if line["epoch"] == epoch] for member in present]
+        for position, member in enumerate(present):
+            assert (lines[position][-1]["rank"], lines[position][-1]["world_size"]) == (position, len(present)), member
+        if lines[0][0]["world_size"] == len(present):
+            steps = {line["step"] - 1 for line in lines[0]}
+            seen = [
+                index
+                for member in present
+                for line in job.records(member)
+                if line["event"] == "training_step" and line["step"] in steps
+                for index in line["index"]
+            ]
+            assert set(seen) == set(range(480)), f"epoch {epoch}"
+            assert len(seen) < 480 + len(present), "nothing but the sampler's padding twice"
+
+
+def test_two_at_once_and_all_but_one(tmp_path: pathlib.Path) -> None:
+    """Two that die in the same step are one failure; one rank alone ends the fit."""
+    faults = "0/0=commit.issued@10; 0/2=commit.issued@10; 0/1=evaluation.batch@7"
+    program = ["lightning_fit.py", "--devices", "4", "--epochs", "2"]
+    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
+        _check_run(job, 4, {"0/3"})
+
+
+def test_too_few_are_left(tmp_path: pathlib.Path) -> None:
+    """The error that reaches fit ends the job on all ranks, with its traceback and what to do."""
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/0=reduction.issued@5", "LIGHTNING_FT_MIN_WORLD_SIZE": "3"}
+    with jobs.running_script(tmp_path, ["lightning_fit.py", "--devices", "3"], faults) as job:
+        assert job.finish() == 1, job.output()
+        output = (job.out / "output.txt").read_text()
+        assert output.count("Traceback (most recent call last)") >= 2, output
+        assert "QuorumLostError" in output
+        assert "in training_step" in output or "in optimizer_step" in output
+
+
+@pytest.mark.parametrize("limit", ["0", "1"])
+def test_max_failures(tmp_path: pathlib.Path, limit: str) -> None:
+    """The job ends with the failure after the last one that is allowed."""
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/0=reduction.issued@5", "LIGHTNING_FT_MAX_FAILURES": limit}
+    with jobs.running_script(tmp_path, ["lightning_fit.py", "--devices", "3", "--epochs", "1"], faults) as job:
+        assert job.finish() == (1 if limit == "0" else 0), job.output()
+        assert ("QuorumLostError" in (job.out / "output.txt").read_text()) == (limit == "0")
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage"), [("0/1=evaluation.batch@2", "test"), ("0/0=evaluation.batch@5", "predict")]
+)
+def test_evaluation_without_a_fit(tmp_path: pathlib.Path, fault: str, stage: str) -> None:
+    """Test and predict alone outlive a death, and say what is missing as soon as it is known."""
+    program = ["lightning_fit.py", "--devices", "3", "--skip-fit", "--test", "--predict"]
+    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": fault}) as job:
+        assert job.finish() == 0, job.output()
+        victim = fault.partition("=")[0]
+        survivors = [member for member in _members(3) if member != victim]
+        results = [[line for line in job.records(member) if line["event"] == "tested"] for member in survivors]
+        assert results[0][0]["results"] == results[1][0]["results"]
+        told = [event for event in job.events() if event["event"] == "evaluation_incomplete"]
+        if stage == "test":
+            assert [(event["stage"], event["missing"]) for event in told] == [("test", [victim])], job.output()
+        seen = {member: _predicted(job, member) for member in survivors}
+        if stage == "test":  # what comes after is dealt to those who are left
+            assert sorted(index for indices in seen.values() for index in indices) == list(range(120))
+        assert all(len(indices) in (40, 60) for indices in seen.values())
+
+
+def _predicted(job: jobs.Job, member: str) -> list[int]:
+    return [index for line in job.records(member) if line["event"] == "predicted" for index in line["index"]]
+
+
+def test_a_death_after_the_results_are_known_leaves_no_hole(tmp_path: pathlib.Path) -> None:
+    """A member that dies while the checkpoint is saved has evaluated its share."""
+    program = ["lightning_fit.py", "--devices", "3", "--epochs", "1"]
+    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": "0/0=checkpoint.saved"}) as job:
+        _check_run(job, 3, {"0/1", "0/2"})
+        assert "evaluation_incomplete" not in {event["event"] for event in job.events()}
 
 
 def test_what_the_dead_had_to_evaluate_is_said(tmp_path: pathlib.Path) -> None:

@@ -79,7 +79,9 @@ def _net() -> torch.nn.Module:
     convolution = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
     transposed = torch.nn.Linear(32, 2)
     transposed.weight = torch.nn.Parameter(torch.randn(32, 2).t())
-    return torch.nn.Sequential(convolution, torch.nn.Flatten(), transposed)
+    gaps = torch.nn.Linear(2, 3)
+    gaps.weight = torch.nn.Parameter(torch.randn(2, 6)[:, ::2].t())
+    return torch.nn.Sequential(convolution, torch.nn.Flatten(), transposed, gaps)
 
 
 def test_ddp_divides_by_the_size_told_at_each_backward(told_group: _ToldGroup) -> None:
@@ -91,14 +93,15 @@ def test_ddp_divides_by_the_size_told_at_each_backward(told_group: _ToldGroup) -
         model.zero_grad()
         model(torch.ones(1, 3, 4, 4)).sum().backward()
         (bucket,) = told_group.reduced
-        bias = model.module[2].bias.grad
-        assert torch.equal(bias, torch.full((2,), 1.0) * (1.0 / told))
+        bias = model.module[3].bias.grad
+        assert torch.equal(bias, torch.full((3,), 1.0) * (1.0 / told))
         assert (bucket == 1.0 / told).any()
 
 
 def test_what_is_queued_with_the_first_bucket_runs_before_ddp_takes_the_result(told_group: _ToldGroup) -> None:
     """Whatever our callback writes into the buckets is what DDP copies into the gradients."""
     model = DistributedDataParallel(_net(), process_group=told_group, init_sync=False)
+    assert len(model._build_params_for_reducer()[0]) == len(list(model.parameters()))
     engine = torch.autograd.Variable._execution_engine
     allreduce = told_group.allreduce
 
@@ -151,8 +154,9 @@ def test_what_is_not_supported_is_refused_with_its_name() -> None:
         _check_supported(torch.nn.Sequential(torch.nn.Embedding(2, 2, sparse=True)), {})
     with pytest.raises(ValueError, match="mixed_precision"):
         _check_supported(torch.nn.Linear(1, 1), {"mixed_precision": object()})
-    with pytest.raises(ValueError, match="delay_all_reduce_named_params"):
-        _check_supported(torch.nn.Linear(1, 1), {"delay_all_reduce_named_params": [()]})
+    for name, value in (("delay_all_reduce_named_params", [()]), ("skip_all_reduce_unused_params", True)):
+        with pytest.raises(ValueError, match=name):
+            _check_supported(torch.nn.Linear(1, 1), {name: value})
 
 
 def test_ddp_synchronises_buffers_through_the_method_that_is_replaced() -> None:

@@ -133,7 +133,9 @@ class Ring:
     @property
     def starts_early(self) -> bool:
         """Whether buckets may be started during backward (PROTOCOL.md#T3)."""
-        return self.world.completed >= self._defers_until and not self.view.is_severed
+        last, shown = self.world.last, self.world.shown
+        is_waited_for = last is None or last.number <= shown
+        return is_waited_for and shown >= self._defers_until and not self.view.is_severed
 
     def members_of(self, generation: int) -> tuple[str, ...]:
         """Return the members of a view that this member was in."""

@@ -77,6 +77,11 @@ class CollectiveSequence:
         """The operation that was entered last."""
         return self._kept if self.pending is None else self.pending
 
+    @property
+    def shown(self) -> int:
+        """The last number that the caller waited for; the same on all members at the same place of the program."""
+        return self._shown
+
     def enter(self, operation: Operation, visible: tuple[str, ...]) -> None:
         """Give the next number to an operation, whose arguments were made for the members `visible`."""
         operation.number = self.completed + 1

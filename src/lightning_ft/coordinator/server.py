@@ -266,6 +266,13 @@ class CoordinatorServer:
         self._changed.set()
         self._kills.pop(identity, None)
         self._end_probe(identity)
+        self._event_log.write(
+            "member_exited",
+            generation=self.generation,
+            member=exited.member,
+            status=exited.status,
+            detail=exited.detail,
+        )
         self._apply(exited)
 
     async def _tick_forever(self) -> None:

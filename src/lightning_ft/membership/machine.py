@@ -164,7 +164,6 @@ def _on_exited(turn: Turn, event: events.Exited) -> None:
     if member is not None:
         if member.incarnation is None:
             member = turn.put(member, incarnation=event.incarnation)
-        turn.record("member_exited", event.member, status=event.status, detail=event.detail)
         _dead(turn, member, Cause.EXIT, event.detail)
 
 

@@ -1,7 +1,7 @@
 """A small Lightning run that writes down everything a checker needs.
 
     lightning_fit.py OUT [--strategy ft_ddp|ddp] [--devices N] [--case NAME]... [--epochs N] [--workers N]
-                     [--logger csv|tensorboard] [--test]
+                     [--logger csv|tensorboard] [--test] [--predict] [--skip-fit]
 
 Cases train one after the other in the same processes: `adamw`, `batchnorm`, `accumulate`, `manual`. Each member appends
 JSON lines to OUT/<node>-<slot>.jsonl; rank 0 saves OUT/<case>.pt.
@@ -75,6 +75,10 @@ class Classifier(L.LightningModule):
         self.accuracy(self.net(x), y)
         self.log("test_accuracy", self.accuracy)
 
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return which samples were seen."""
+        return batch[2]  # type: ignore[no-any-return]
+
     def configure_optimizers(self) -> Any:
         """Return AdamW, or SGD with momentum; two for manual optimization."""
         if self.case == "manual":
@@ -131,6 +135,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--logger", default="csv")
     parser.add_argument("--test", action="store_true")
+    parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--skip-fit", action="store_true")
     arguments = parser.parse_args()
     slot = os.environ.get("LOCAL_RANK", "0")
     log = (arguments.out / f"0-{slot}.jsonl").open("a")
@@ -166,11 +172,15 @@ def main() -> None:
             num_workers=arguments.workers,
             persistent_workers=arguments.workers > 0,
         )
-        trainer.fit(module, loader, DataLoader(dataset(120, 2), batch_size=10))
+        if not arguments.skip_fit:
+            trainer.fit(module, loader, DataLoader(dataset(120, 2), batch_size=10))
         if arguments.test:
             results = trainer.test(module, DataLoader(dataset(120, 3), batch_size=10), verbose=False)
             write(event="tested", case=case, results=results)
-        if trainer.is_global_zero:
+        if arguments.predict:
+            predictions = trainer.predict(module, DataLoader(dataset(120, 4), batch_size=10)) or []
+            write(event="predicted", case=case, index=torch.cat(predictions).tolist())  # type: ignore[arg-type]
+        if trainer.is_global_zero and not arguments.skip_fit:
             torch.save(module.state_dict(), arguments.out / f"{case}.pt")
             best = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
             write(event="saved", case=case, best=best, keys=len(torch.load(best, weights_only=True)["state_dict"]))

@@ -1,8 +1,7 @@
 """A hand-written PyTorch loop on backend `ft` that writes down everything a checker needs.
 
-    plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static] [--hook fp16|powersgd] [--optimizer sgd|adamw]
-                  [--accumulate N] [--sync-every N] [--bucket-view]
-                  [--stillborn MEMBER]
+    plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static|checkpoint] [--hook fp16|powersgd]
+                  [--optimizer sgd|adamw] [--accumulate N] [--sync-every N] [--bucket-view] [--stillborn MEMBER]
 
 Each member appends JSON lines to OUT/<node>-<slot>.jsonl: for each step who contributed, and the weights' hash after.
 """
@@ -23,6 +22,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 if __name__ == "__main__":
     sys.modules["lightning"] = None  # type: ignore[assignment]  # plain PyTorch must do without it, and starts faster
@@ -44,7 +44,10 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, is_side_used: bool) -> torch.Tensor:
         """Return logits, shape [batch, 4]."""
-        hidden = self.first(x)
+        if self.kind == "checkpoint":
+            hidden = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+        else:
+            hidden = self.first(x)
         if is_side_used:
             hidden = hidden + self.side(x)
         return self.last(torch.relu(self.second(torch.relu(self.norm(hidden)))))

@@ -21,7 +21,7 @@ def status(job: Job, member: str) -> Status:
 def test_first_view_holds_whoever_parked() -> None:
     """Generation 1 is given as a whole, with the first member's address."""
     job = Job(A, B)
-    assert job.hello(A) == (effects.Record("member_joined", 0, A, (("incarnation", 1),)),)
+    assert job.hello(A) == (effects.Record("member_joined", 0, A, (("incarnation", 1), ("host", "host0"), ("pid", 0))),)
     job.park(A, reason="start")
     job.hello(B)
     job.park(B, reason="start")
