@@ -8,7 +8,6 @@ Beside it the same loop under torchrun, which restarts all ranks from a checkpoi
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import pathlib
@@ -19,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -28,51 +28,35 @@ from tests.integration import jobs  # noqa: E402
 MEMBERS = tuple(f"0/{slot}" for slot in range(4))
 
 
-def measure_ours(directory: pathlib.Path, seed: int) -> list[dict[str, float]]:
-    """Kill three of four members one after the other, and return the phases of each recovery, seconds."""
+def measure_ours(directory: pathlib.Path, seed: int) -> dict[str, float]:
+    """Kill one of four members at a random moment, and return the phases of the recovery, seconds."""
     chance = random.Random(seed)
-    results = []
     alive = list(MEMBERS)
     with jobs.running(directory, 4, ["plain_loop.py", "100000"]) as job:
         job.wait_until(lambda: all(len(job.records(member)) > 20 for member in MEMBERS))
-        for _ in range(3):
-            time.sleep(chance.uniform(0.2, 0.6))  # a moment without meaning to the job
-            victim = alive.pop(chance.randrange(len(alive)))
-            num_recovered = _count(job, "recovered")
-            killed_s = time.time()
-            job.kill(victim)
-            job.wait_until(functools.partial(_has_recovered, job, num_recovered))
-            views = [event["time"] for event in job.events() if event["event"] == "view_committed"]
-            since_s = next(view for view in views if view > killed_s)
-            job.wait_until(functools.partial(_have_committed, job, tuple(alive), since_s))
-            events = [event for event in job.events() if event["time"] > killed_s]
-            suspended_s = next(event["time"] for event in events if event["event"] == "view_suspended")
-            recovered = next(event for event in events if event["event"] == "recovered")
-            results.append(
-                {
-                    "total": max(_next_commit(job, member, since_s) for member in alive) - killed_s,
-                    "detect": suspended_s - killed_s,
-                    "park": recovered["park_s"],
-                    "rebuild": recovered["rebuild_s"],
-                    "settle": recovered["settle_s"],
-                }
-            )
-    return results
+        time.sleep(chance.uniform(0.2, 0.6))  # a moment without meaning to the job
+        victim = alive.pop(chance.randrange(len(alive)))
+        killed_s = time.time()
+        job.kill(victim)
+        job.wait_until(lambda: bool(_events(job, "recovered")))
+        (suspended,), (recovered,) = _events(job, "view_suspended"), _events(job, "recovered")
+        since_s = _events(job, "view_committed")[1]["time"]
+        job.wait_until(lambda: all(_next_commit(job, member, since_s) for member in alive))
+        return {
+            "total": max(_next_commit(job, member, since_s) for member in alive) - killed_s,
+            "detect": suspended["time"] - killed_s,
+            "park": recovered["park_s"],
+            "rebuild": recovered["rebuild_s"],
+            "settle": recovered["settle_s"],
+        }
 
 
-def _count(job: jobs.Job, name: str) -> int:
-    return sum(event["event"] == name for event in job.events())
-
-
-def _has_recovered(job: jobs.Job, before: int) -> bool:
-    return _count(job, "recovered") > before
-
-
-def _have_committed(job: jobs.Job, members: tuple[str, ...], since_s: float) -> bool:
-    return all(_next_commit(job, member, since_s) for member in members)
+def _events(job: jobs.Job, name: str) -> list[dict[str, Any]]:
+    return [event for event in job.events() if event["event"] == name]
 
 
 def _next_commit(job: jobs.Job, member: str, since_s: float) -> float:
+    """Return the time at which a member committed its first step after `since_s`; 0: not yet."""
     return next(
         (line["time"] for line in job.records(member) if line["event"] == "committed" and line["time"] > since_s), 0.0
     )
@@ -123,14 +107,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     arguments = parser.parse_args()
-    results: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as name:
         directory = pathlib.Path(name)
-        seed = 0
-        while len(results) < arguments.kills:
-            results += measure_ours(directory / str(seed), seed)
-            seed += 1
-        _print_table(results)
+        _print_table([measure_ours(directory / str(seed), seed) for seed in range(arguments.kills)])
         restart_s = measure_torchrun(directory / "torchrun")
     print(f"\ntorchrun, restart of all ranks from a checkpoint of the last step: {restart_s:.2f} s, one kill")
 

@@ -259,6 +259,7 @@ def test_csv_row_is_neither_lost_nor_doubled_wherever_the_kill_falls(tmp_path: p
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("EVERY_BYTE" not in os.environ, reason="set EVERY_BYTE for the same at each byte: a minute")
 @pytest.mark.timeout(900)
 def test_csv_row_is_neither_lost_nor_doubled_at_any_byte(tmp_path: pathlib.Path) -> None:
     """The same at each single byte and operation."""

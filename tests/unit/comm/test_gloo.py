@@ -161,7 +161,7 @@ def test_cancelled_groups_leave_nothing_open() -> None:
     """A build that is cancelled at any moment leaves no group behind."""
     with inner_groups.transports(2, timeout_s=2.0) as members:  # Gloo's own wait for a peer can't be cut short
         before = count_descriptors()
-        for number in range(16):
+        for number in range(0, 16, 2):
             builds = inner_groups.prepare(members)
             timers = [threading.Timer(number * 0.001, build.cancel) for build in builds]
             for timer in timers:
