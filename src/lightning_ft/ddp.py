@@ -259,10 +259,11 @@ class FaultTolerantDDP(DistributedDataParallel):
 
     def _layout(self, layouts: list[Layout], index: int) -> Layout:
         """Ask DDP where the gradients are in a bucket. For a moment that takes the memory of all buckets once more."""
-        if not layouts:
-            for bucket in self.reducer._get_zeros_like_grad_buckets():
-                offsets = [int(gradient.storage_offset()) for gradient in bucket.gradients()]
-                layouts.append(list(zip(bucket.parameters(), offsets, strict=True)))
+        if not layouts:  # all or none, should memory not suffice
+            buckets = self.reducer._get_zeros_like_grad_buckets()
+            offsets = [[int(part.storage_offset()) for part in bucket.gradients()] for bucket in buckets]
+            parameters = [bucket.parameters() for bucket in buckets]
+            layouts.extend(list(zip(*pair, strict=True)) for pair in zip(parameters, offsets, strict=True))
         return layouts[index]
 
     def _finish_step(self) -> None:

@@ -71,9 +71,8 @@ class _DeferredStore(_StoreBase):  # type: ignore[misc]
 
 def defer_rendezvous() -> None:
     """Let the members of a job open `env://` stores at their first use only; idempotent."""
-    handlers = importlib.import_module(
-        "torch.distributed.rendezvous"
-    )._rendezvous_handlers  # dist has a function so named
+    module = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function so named
+    handlers = module._rendezvous_handlers
     original = handlers["env"]
     if getattr(original, "is_deferred", False):
         return
