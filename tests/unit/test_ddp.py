@@ -115,6 +115,30 @@ def test_what_is_queued_with_the_first_bucket_runs_before_ddp_takes_the_result(t
     assert told_group.at_the_end == ["ours"]
 
 
+def test_ddp_goes_on_after_a_backward_that_failed(told_group: _ToldGroup) -> None:
+    """`_reset_state` lets DDP forget a step whose end it never saw."""
+    model = DistributedDataParallel(_net(), process_group=told_group, init_sync=False)
+    allreduce = told_group.allreduce
+
+    def fail() -> None:
+        raise LookupError("the step failed")
+
+    def failing(tensors: list[torch.Tensor], opts: object = None) -> dist.Work:
+        torch.autograd.Variable._execution_engine.queue_callback(fail)
+        return allreduce(tensors)
+
+    told_group.allreduce = failing  # type: ignore[method-assign]
+    with pytest.raises(LookupError, match="the step failed"):
+        model(torch.ones(1, 3, 4, 4)).sum().backward()
+    told_group.allreduce = allreduce  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=r"reducer\.cpp"):  # what would happen without
+        model(torch.ones(1, 3, 4, 4))
+    model.reducer._reset_state()
+    model.zero_grad()
+    model(torch.ones(1, 3, 4, 4)).sum().backward()
+    assert torch.equal(model.module[3].bias.grad, torch.full((3,), 1.0) * (1.0 / 3))
+
+
 def test_a_bucket_is_loaded_again_exactly_as_ddp_has_loaded_it(told_group: _ToldGroup) -> None:
     """Whatever the parameters' strides, and after DDP has rebuilt its buckets: bit for bit, at each size."""
     model = DistributedDataParallel(_net(), process_group=told_group, init_sync=False, bucket_cap_mb=0.0002)
