@@ -42,6 +42,7 @@ MEMBER = """
     from lightning_ft.errors import FaultToleranceError
     from lightning_ft.launch.child import watch_agent
     from lightning_ft.membership.events import Address
+    from lightning_ft.membership.ids import from_ranges
 
     assert "torch" not in sys.modules
     watch_agent()
@@ -51,6 +52,7 @@ MEMBER = """
     client = MembershipClient(
         endpoint=os.environ["LIGHTNING_FT_COORDINATOR"], token=os.environ["LIGHTNING_FT_TOKEN"], member=member,
         incarnation=int(os.environ["LIGHTNING_FT_INCARNATION"]), settings=Settings.resolve(),
+        expected=from_ranges(os.environ["LIGHTNING_FT_EXPECTED"]),
         address=Address("127.0.0.1", store.getsockname()[1]), on_suspend=lambda _: suspended.set(),
     )
     client.start()
@@ -431,7 +433,7 @@ def test_environment_of_a_child(stage: Stage) -> None:
             "MASTER_ADDR": "127.0.0.1",
             "LIGHTNING_FT_MEMBER": f"0/{slot}",
             "LIGHTNING_FT_INCARNATION": "1",
-            "LIGHTNING_FT_EXPECTED": "2",
+            "LIGHTNING_FT_EXPECTED": "0/0-1",
             "LIGHTNING_FT_MIN_WORLD_SIZE": "2",
             "LIGHTNING_FT_MAX_FAILURES": "1",
         }

@@ -55,12 +55,12 @@ MEMBER = BARE + textwrap.dedent(
     from lightning_ft.membership.events import Address
 
     assert "torch" not in sys.modules
-    port, token, member = sys.argv[1:]
+    port, token, member, *expected = sys.argv[1:]
     store = socket.create_server(("127.0.0.1", 0))
     suspended = threading.Event()
     client = MembershipClient(
         endpoint=f"127.0.0.1:{port}", token=token, member=member, incarnation=1,
-        address=Address("127.0.0.1", store.getsockname()[1]), on_suspend=lambda _: suspended.set(),
+        address=Address("127.0.0.1", store.getsockname()[1]), on_suspend=lambda _: suspended.set(), expected=expected,
         settings=Settings(heartbeat_interval=0.05, heartbeat_timeout=20, timeout=60),
     )
     client.start()
@@ -154,6 +154,7 @@ class Stage:
             "token": TOKEN,
             "incarnation": 1,
             "address": Address("127.0.0.1", store.getsockname()[1]),
+            "expected": () if isinstance(coordinator, int) else coordinator.expected,
             "settings": PATIENT,
             **changes,
         }
@@ -164,7 +165,7 @@ class Stage:
 
     def process(self, coordinator: Coordinator, member: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", MEMBER, str(coordinator.port), TOKEN, member],
+            [sys.executable, "-c", MEMBER, str(coordinator.port), TOKEN, member, *coordinator.expected],
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -99,7 +99,8 @@ class MembershipMachine(RuleBasedStateMachine):
             case effects.CommitView(member=member, generation=generation, base=base, left=left, joined=joined):
                 view = self.views[generation]
                 assert member in view.members
-                known = self.views[base].members if base else ()
+                known = () if base is None else self.views[base].members
+                assert effect.size == len(view.members)
                 assert tuple(name for name in known if name not in left) + joined == view.members
             case effects.Suspend(generation=generation):
                 assert generation == self.state.generation

@@ -63,7 +63,7 @@ class Member:
         self.completed: int | None = None if is_joiner else 0
         self.kept: Result | None = None
         self.visible: tuple[str, ...] = ()
-        self.views: dict[int, tuple[str, ...]] = {}
+        self.views: dict[int, tuple[str, ...]] = {0: sim.views[0]}
         self.pending: int | None = None
         self.joins_in_pending = False
         self.given = self.established = 0
@@ -192,8 +192,9 @@ class Member:
         if view.generation <= self.given:
             return
         assert self.mode in (Mode.PARKED, Mode.LEAVING, Mode.OUTSIDE), f"{self} got a view while {self.mode}"
-        before = self.views[view.base] if view.base else ()
+        before = () if view.base is None else self.views[view.base]
         members = tuple(member for member in before if member not in view.left) + view.joined
+        assert len(members) == view.size
         self.views[view.generation] = members
         self.given = view.generation
         self.sim.given(self, view.generation, members)

@@ -25,6 +25,9 @@ from lightning_ft.comm.sockets import ForkGuard, open_sockets
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.client import MembershipClient
 from lightning_ft.errors import LaunchError
+from lightning_ft.membership.ids import from_ranges
+
+_NEEDED = ("COORDINATOR", "TOKEN", "MEMBER", "EXPECTED")
 
 _ring: Ring | None = None
 
@@ -37,7 +40,7 @@ def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
         sequence = _ring.add_group(str(options.group_id), tuple(options.global_ranks_in_group))
         return FaultTolerantProcessGroup(_ring, sequence)
     settings = Settings.resolve()
-    missing = [name for name in ("COORDINATOR", "TOKEN", "MEMBER") if not os.environ.get(f"LIGHTNING_FT_{name}")]
+    missing = [name for name in _NEEDED if not os.environ.get(f"LIGHTNING_FT_{name}")]
     if missing:
         raise LaunchError(
             f"init_process_group('ft') failed: LIGHTNING_FT_{missing[0]} is not set, so this process was not started "
@@ -52,6 +55,7 @@ def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
         member=member,
         incarnation=int(os.environ.get("LIGHTNING_FT_INCARNATION", "0")),
         address=transport.address,
+        expected=from_ranges(os.environ["LIGHTNING_FT_EXPECTED"]),
         settings=settings,
     )
     ForkGuard(lambda: [found for found in open_sockets() if found.number == client.fileno()])

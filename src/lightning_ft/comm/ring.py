@@ -14,62 +14,19 @@ import time
 import traceback
 from collections.abc import Callable
 
-from lightning_ft.comm.gloo import Build, CallerError, GlooTransport, InnerGroup, RingBrokenError
+from lightning_ft.comm.gloo import CallerError, GlooTransport, RingBrokenError
+from lightning_ft.comm.live_view import LiveView
 from lightning_ft.comm.operations import Kind, Operation, Place
 from lightning_ft.comm.sequence import CollectiveSequence, Settled
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.client import MembershipClient, NextView
 from lightning_ft.errors import FaultToleranceError
 from lightning_ft.faultpoints import reach
-from lightning_ft.membership.events import Address
 
 _log = logging.getLogger("lightning_ft")
 
 _BROKEN = (RingBrokenError, RuntimeError, ValueError, TypeError, LookupError)
 """What a collective raises that fails, because of a peer or because torch can't do it."""
-
-
-class LiveView:
-    """A view and the inner groups made for it.
-
-    Attributes:
-        generation: Of the view.
-        members: Logical ids in rank order.
-    """
-
-    def __init__(self, generation: int, members: tuple[str, ...], meeting: Address) -> None:
-        self.generation = generation
-        self.members = members
-        self.meeting = meeting
-        self._builds: list[Build] = []
-        self._lock = threading.Lock()
-        self.is_severed = False
-
-    def add(self, build: Build) -> InnerGroup:
-        """Make an inner group of this view.
-
-        Raises:
-            RingBrokenError: A member is gone or the view was severed.
-        """
-        with self._lock:
-            self._builds.append(build)
-            is_severed = self.is_severed
-        if is_severed:
-            build.cancel()
-        return build.result()
-
-    def sever(self) -> None:
-        """Break every group of the view, from any thread; idempotent."""
-        with self._lock:
-            self.is_severed = True
-            builds = list(self._builds)
-        for build in builds:
-            build.cancel()
-
-    def forget(self, inner: InnerGroup) -> None:
-        """Let go of a group that was freed."""
-        with self._lock:
-            self._builds = [build for build in self._builds if not build.has_made(inner)]
 
 
 @dataclasses.dataclass(slots=True)

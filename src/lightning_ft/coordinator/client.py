@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from lightning_ft.config import Settings
@@ -46,6 +46,7 @@ class MembershipClient:
         member: Logical id of this member.
         incarnation: Which start of that id this process is.
         address: Where this member's store listens.
+        expected: Logical ids of the members that the job starts with, in rank order.
         settings: The job's settings.
         on_suspend: Called in the monitor thread when the view of this generation must be severed.
         on_leaving: Called in the monitor thread with (member, completed) of a member that will leave.
@@ -64,6 +65,7 @@ class MembershipClient:
         member: str,
         incarnation: int,
         address: Address,
+        expected: Sequence[str],
         settings: Settings,
         on_suspend: Callable[[int], None] = lambda _generation: None,
         on_leaving: Callable[[str, int], None] = lambda _member, _completed: None,
@@ -75,7 +77,7 @@ class MembershipClient:
         self.step = 0
         self._settings = settings
         self._changed = threading.Condition()
-        self._enrolment = Enrolment(events.Hello(member, incarnation, 0, address, os.getpid()))
+        self._enrolment = Enrolment(events.Hello(member, incarnation, 0, address, os.getpid()), tuple(expected))
         self._sent: events.Parked | events.Leaving | None = None
         self._reports: collections.deque[str] = collections.deque(maxlen=_MAX_REPORTS)
         self._link = Link(
@@ -95,7 +97,7 @@ class MembershipClient:
 
     @property
     def view(self) -> View:
-        """The last view that was given; generation 0 without members before the first."""
+        """The last view that was given; generation 0 before the first."""
         return self._enrolment.view
 
     @property

@@ -56,9 +56,10 @@ class Enrolment:
 
     Args:
         hello: What this member says when it connects; its generation is kept current here.
+        expected: The members of generation 0, to which the first view is a difference.
 
     Attributes:
-        view: The last view that this member was given; generation 0 without members before the first.
+        view: The last view that this member was given; generation 0 before the first.
         request: The park or leave that the coordinator has not answered yet.
         following: The answer to the last park or leave, until `collect` takes it.
         leavers: Members of the view that will leave, with their last number.
@@ -69,11 +70,11 @@ class Enrolment:
     Invariants: I1 (`view` changes only by whole differences to itself). Threads: the owner's lock.
     """
 
-    def __init__(self, hello: events.Hello) -> None:
+    def __init__(self, hello: events.Hello, expected: tuple[str, ...]) -> None:
         self._hello = hello
         self._num_mismatches = 0
         self._severed = 0
-        self.view = View(0, ())
+        self.view = View(0, expected)
         self.request: events.Parked | events.Leaving | None = None
         self.following: NextView | None = None
         self.leavers: dict[str, int] = {}
@@ -154,18 +155,23 @@ class Enrolment:
             return ()  # the answer to a park that was sent again on a new connection
         if self.request is None:
             raise self.violation(f"view {message.generation} came, but this member waits for none")
-        if message.base not in (0, self.view.generation):
+        if message.base not in (None, self.view.generation):
             self._num_mismatches += 1
             if self._num_mismatches > 1:
                 raise self.violation(f"view {message.generation} builds on {message.base}, which was never given")
             return (
                 Resync(f"view {message.generation} builds on {message.base}, this member has {self.view.generation}"),
             )
-        base = () if message.base == 0 else self.view.members
+        base = () if message.base is None else self.view.members
         stayed = tuple(member for member in base if member not in set(message.left))
         members = (*stayed, *message.joined)
         if len(stayed) + len(message.left) != len(base) or len(set(members)) != len(members):
             raise self.violation(f"the difference of view {message.generation} to {message.base} does not fit")
+        if len(members) != message.size:
+            raise self.violation(
+                f"view {message.generation} has {message.size} members, but {len(members)} as this member adds up; "
+                "were all nodes started with the same numbers of nodes and devices?"
+            )
         if self._hello.member not in members:
             raise self.violation(f"view {message.generation} does not hold this member")
         self.view = View(message.generation, members)

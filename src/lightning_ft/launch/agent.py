@@ -5,7 +5,7 @@ What a child finds in its environment:
 
     LIGHTNING_FT_COORDINATOR, LIGHTNING_FT_TOKEN     where the coordinator is, and the proof of belonging to the job
     LIGHTNING_FT_MEMBER, LIGHTNING_FT_INCARNATION    who it is (`node/slot`), and its how-manieth start this is
-    LIGHTNING_FT_EXPECTED                            number of members the job starts with
+    LIGHTNING_FT_EXPECTED                            the members the job starts with, as ranges (`0-3/0-7`)
     LIGHTNING_FT_AGENT_FD, LIGHTNING_FT_AGENT_PID    a pipe that ends when the agent does (see `child.watch_agent`)
     LIGHTNING_FT_<SETTING>                           the settings, as this agent resolved them
     RANK, LOCAL_RANK, NODE_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT    as with torchrun
@@ -34,7 +34,7 @@ from lightning_ft.errors import LaunchError
 from lightning_ft.event_log import EventLog
 from lightning_ft.launch import child as child_module
 from lightning_ft.launch.status import Exit, end_of, job_status
-from lightning_ft.membership.ids import in_order
+from lightning_ft.membership.ids import as_ranges, in_order
 
 logger = logging.getLogger("lightning_ft")
 
@@ -216,7 +216,7 @@ class Agent:
             **settings,
             f"{ENV_PREFIX}COORDINATOR": endpoint,
             f"{ENV_PREFIX}TOKEN": self._token,
-            f"{ENV_PREFIX}EXPECTED": str(len(self._expected)),
+            f"{ENV_PREFIX}EXPECTED": as_ranges(self._expected),
             child_module.AGENT_FD_VARIABLE: str(read_fd),
             child_module.AGENT_PID_VARIABLE: str(os.getpid()),
             "NODE_RANK": str(self._node),

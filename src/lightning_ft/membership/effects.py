@@ -32,17 +32,20 @@ class CommitView:
     """Tell a member its next view, as the difference to generation `base`.
 
     Attributes:
-        base: Generation that `left` and `joined` refer to; 0: the empty view, so `joined` is the whole new one.
+        base: Generation that `left` and `joined` refer to (0: the expected members, whom every member knows from its
+            environment); None: the empty view, so `joined` is the whole new one.
         left: Logical ids that are taken out of it first.
         joined: Logical ids then appended to it, in order; one that also left is a new process of that name.
+        size: How many members the new view has, to check the sum.
         meeting: Address of the first member, at whose store the inner group meets.
     """
 
     member: str
     generation: int
-    base: int
+    base: int | None
     left: tuple[str, ...]
     joined: tuple[str, ...]
+    size: int
     meeting: Address
 
 

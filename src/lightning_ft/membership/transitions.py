@@ -182,16 +182,15 @@ def _joined(joiner: Joiner, generation: int) -> Member:
 
 
 def _tell_view(turn: Turn, base: int, left: tuple[str, ...], survivors: list[str], joined: tuple[str, ...]) -> None:
-    """Give survivors the difference to their view, joiners (and everybody in the first view) the whole."""
+    """Give survivors the difference to their view, joiners the whole."""
     view = turn.state.view
     meeting = turn.state.members[view.members[0]].address
     assert meeting is not None, "a parked member said hello"
-    if base == 0:  # nobody was given generation 0
-        left, joined = (), view.members
+    size = len(view.members)
     for member in survivors:
-        turn.emit(effects.CommitView(member, view.generation, base, left, joined, meeting))
-    for member in view.members[len(survivors) :]:
-        turn.emit(effects.CommitView(member, view.generation, 0, (), view.members, meeting))
+        turn.emit(effects.CommitView(member, view.generation, base, left, joined, size, meeting))
+    for member in joined:
+        turn.emit(effects.CommitView(member, view.generation, None, (), view.members, size, meeting))
 
 
 def repeat_view(turn: Turn, member: Member) -> None:
@@ -199,7 +198,8 @@ def repeat_view(turn: Turn, member: Member) -> None:
     state = turn.state
     meeting = state.members[state.view.members[0]].address
     assert meeting is not None, "a view but the initial one has members that said hello"
-    turn.emit(effects.CommitView(member.member, state.generation, 0, (), state.view.members, meeting))
+    members = state.view.members
+    turn.emit(effects.CommitView(member.member, state.generation, None, (), members, len(members), meeting))
 
 
 def announce_joiners(turn: Turn) -> None:

@@ -19,7 +19,7 @@ from lightning_ft.membership import effects, events
 from lightning_ft.membership import wire_fields as read
 from lightning_ft.membership.wire_fields import short
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Sent in the upgrade request; raised whenever a message changes."""
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -307,9 +307,10 @@ _SCHEMAS: tuple[_Schema, ...] = (
         effects.CommitView,
         {
             "generation": read.read_natural,
-            "base": read.read_natural,
+            "base": read.read_optional_natural,
             "left": read.read_members,
             "joined": read.read_members,
+            "size": read.read_natural,
             "store_host": read.read_name,
             "store_port": read.read_port,
         },

@@ -28,6 +28,11 @@ def read_natural(value: object) -> int:
     return value
 
 
+def read_optional_natural(value: object) -> int | None:
+    """A whole number as above, or null."""
+    return None if value is None else read_natural(value)
+
+
 def read_status(value: object) -> int:
     """An exit code, or minus a signal number."""
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**32:

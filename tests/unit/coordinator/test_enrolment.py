@@ -14,29 +14,31 @@ HERE = Address("h0", 1000)
 MEETING = Address("h1", 2000)
 
 
-def view(generation: int, base: int, left: tuple[str, ...], joined: tuple[str, ...]) -> effects.CommitView:
-    return effects.CommitView("0/1", generation, base, left, joined, MEETING)
+def view(
+    generation: int, base: int | None, left: tuple[str, ...], joined: tuple[str, ...], size: int = 3
+) -> effects.CommitView:
+    return effects.CommitView("0/1", generation, base, left, joined, size, MEETING)
 
 
 @pytest.fixture
 def enrolment() -> Enrolment:
-    return Enrolment(events.Hello("0/1", 3, 0, HERE, pid=7))
+    return Enrolment(events.Hello("0/1", 3, 0, HERE, pid=7), ("0/0", "0/1", "0/2"))
 
 
 @pytest.fixture
 def running(enrolment: Enrolment) -> Enrolment:
     """In view 1 with three members."""
     enrolment.park(0, "start", 0.0, admits=False)
-    enrolment.take(view(1, 0, (), ("0/0", "0/1", "0/2")))
+    enrolment.take(view(1, 0, (), ()))
     enrolment.collect()
     return enrolment
 
 
-def test_first_view_comes_whole(enrolment: Enrolment) -> None:
-    """A view on base 0 is the whole view, and answers the park."""
+def test_first_view_is_a_difference_to_the_expected_members(enrolment: Enrolment) -> None:
+    """Everybody knows these from the start; the view answers the park."""
     parked = enrolment.park(0, "start", 0.0, admits=False)
     assert parked == events.Parked("0/1", 3, 0, 0, "start", 0.0, False)
-    assert enrolment.take(view(1, 0, (), ("0/0", "0/1"))) == ()
+    assert enrolment.take(view(1, 0, ("0/2",), (), 2)) == ()
     assert enrolment.request is None
     assert enrolment.collect() == NextView(View(1, ("0/0", "0/1")), MEETING)
     assert enrolment.collect() is None
@@ -53,13 +55,13 @@ def test_later_views_are_differences(running: Enrolment) -> None:
 def test_whole_view_replaces_whatever_was_known(running: Enrolment) -> None:
     """After a missed view the coordinator repeats the whole one."""
     running.park(4, "connection", 0.0, admits=False)
-    running.take(view(5, 0, (), ("0/1",)))
+    running.take(view(5, None, (), ("0/1",), 1))
     assert running.view == View(5, ("0/1",))
 
 
 def test_repeated_view_is_ignored(running: Enrolment) -> None:
     """The answer to a park that was sent twice changes nothing."""
-    assert running.take(view(1, 0, (), ("0/0", "0/1", "0/2"))) == ()
+    assert running.take(view(1, 0, (), ())) == ()
     assert running.collect() is None
 
 
@@ -76,8 +78,8 @@ def test_difference_to_an_unknown_view_asks_for_a_new_start(running: Enrolment) 
 
 @pytest.mark.parametrize(
     ("left", "joined"),
-    [(("9/9",), ()), ((), ("0/2",)), (("0/1",), ()), (("0/0",), ("1/0", "0/2"))],
-    ids=["unknown-left", "joined-twice", "without-this-member", "one-joined-twice"],
+    [(("9/9",), ()), ((), ("0/2",)), (("0/1",), ("1/0",)), (("0/0",), ("1/0", "0/2")), (("0/0",), ())],
+    ids=["unknown-left", "joined-twice", "without-this-member", "one-joined-twice", "other-size"],
 )
 def test_impossible_difference_is_a_violation(
     running: Enrolment, left: tuple[str, ...], joined: tuple[str, ...]
@@ -94,14 +96,14 @@ def test_impossible_difference_is_a_violation(
 def test_view_for_nobody_is_a_violation(running: Enrolment) -> None:
     """Only who waits is given a view."""
     with pytest.raises(ProtocolViolationError, match="waits for none"):
-        running.take(view(2, 1, ("0/0",), ()))
+        running.take(view(2, 1, ("0/0",), (), 2))
 
 
 def test_suspend_severs_the_current_view_only(running: Enrolment) -> None:
     """A suspension of an older view is over."""
     assert running.take(effects.Suspend("0/1", 1, "x")) == (Sever(1),)
     running.park(4, "suspended", 0.0, admits=False)
-    running.take(view(2, 1, ("0/0",), ()))
+    running.take(view(2, 1, ("0/0",), (), 2))
     assert running.take(effects.Suspend("0/1", 1, "x")) == ()
 
 
@@ -109,7 +111,7 @@ def test_suspend_that_overtakes_its_view_is_kept(running: Enrolment) -> None:
     """After a reconnect the suspension may be told before the missed view is."""
     running.park(4, "connection", 0.0, admits=False)
     assert running.take(effects.Suspend("0/1", 2, "x")) == ()
-    assert running.take(view(2, 0, (), ("0/0", "0/1"))) == (Sever(2),)
+    assert running.take(view(2, None, (), ("0/0", "0/1"), 2)) == (Sever(2),)
 
 
 def test_leavers_are_kept_until_they_are_out(running: Enrolment) -> None:
@@ -118,14 +120,14 @@ def test_leavers_are_kept_until_they_are_out(running: Enrolment) -> None:
     assert running.take(effects.NotifyLeaving("0/1", "0/0", 7)) == ()
     assert running.take(effects.NotifyLeaving("0/1", "0/2", 8)) == (Left("0/2", 8),)
     running.park(7, "leave", 0.0, admits=False)
-    running.take(view(2, 1, ("0/0",), ()))
+    running.take(view(2, 1, ("0/0",), (), 2))
     assert running.leavers == {"0/2": 8}
 
 
 def test_leaver_may_be_given_a_view_first(running: Enrolment) -> None:
     """Somebody needs its result: it establishes, then leaves again."""
     running.leave(9)
-    running.take(view(2, 1, ("0/0",), ()))
+    running.take(view(2, 1, ("0/0",), (), 2))
     assert running.collect() is not None
     assert running.leave(9).generation == 2
     assert not running.is_released
@@ -158,5 +160,5 @@ def test_join_is_pending_until_the_next_view(running: Enrolment) -> None:
     running.take(effects.AnnounceJoin("0/1", "ready"))
     assert running.is_join_pending
     running.park(4, "join", 0.0, admits=True)
-    running.take(view(2, 1, (), ("1/0",)))
+    running.take(view(2, 1, (), ("1/0",), 4))
     assert not running.is_join_pending

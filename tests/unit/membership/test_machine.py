@@ -19,14 +19,14 @@ def status(job: Job, member: str) -> Status:
 
 
 def test_first_view_holds_whoever_parked() -> None:
-    """Generation 1 is given as a whole, with the first member's address."""
+    """Generation 1 is a difference to the expected members, and comes with the first member's address."""
     job = Job(A, B)
     assert job.hello(A) == (effects.Record("member_joined", 0, A, (("incarnation", 1), ("host", "host0"), ("pid", 0))),)
     job.park(A, reason="start")
     job.hello(B)
     job.park(B, reason="start")
     assert job.of(effects.CommitView) == [
-        effects.CommitView(member, 1, 0, (), (A, B), Address("host0", 1)) for member in (A, B)
+        effects.CommitView(member, 1, 0, (), (), 2, Address("host0", 1)) for member in (A, B)
     ]
     assert job.records("view_committed") == [{"member": None, "members": (A, B), "reason": "2 of 2 members parked"}]
 
@@ -49,7 +49,7 @@ def test_death_makes_the_next_view() -> None:
     job.park(C, 3)
     job.park(B, 3)
     assert job.of(effects.CommitView) == [
-        effects.CommitView(member, 2, 1, (A,), (), Address("host0", 1)) for member in (B, C)
+        effects.CommitView(member, 2, 1, (A,), (), 2, Address("host0", 1)) for member in (B, C)
     ]
     assert job.state.phase is Phase.HEALTHY
 
@@ -258,7 +258,7 @@ def test_park_of_an_earlier_generation_gets_the_missed_view() -> None:
     job.park(B)
     job.park(B, generation=1)
     assert [type(effect) for effect in job.effects] == [effects.Refuse, effects.CommitView]
-    assert job.of(effects.CommitView) == [effects.CommitView(B, 2, 0, (), (A, B), Address("host0", 1))]
+    assert job.of(effects.CommitView) == [effects.CommitView(B, 2, None, (), (A, B), 2, Address("host0", 1))]
     assert status(job, B) is Status.RUNNING
 
 
@@ -409,8 +409,8 @@ def test_join_at_a_boundary() -> None:
     assert [(view.member, view.base, view.joined) for view in job.of(effects.CommitView)] == [
         (A, 1, ("8/0", "9/0")),
         (B, 1, ("8/0", "9/0")),
-        ("8/0", 0, (A, B, "8/0", "9/0")),
-        ("9/0", 0, (A, B, "8/0", "9/0")),
+        ("8/0", None, (A, B, "8/0", "9/0")),
+        ("9/0", None, (A, B, "8/0", "9/0")),
     ]
     assert [record["member"] for record in job.records("member_joined")] == ["8/0", "9/0"]
     assert job.state.target == 4
@@ -433,7 +433,7 @@ def test_admitted_joiner_that_missed_its_view() -> None:
     job.ready("9/0")
     job.park(A, 5, admits=True)
     job.ready("9/0")
-    assert job.of(effects.CommitView) == [effects.CommitView("9/0", 2, 0, (), (A, "9/0"), Address("host0", 1))]
+    assert job.of(effects.CommitView) == [effects.CommitView("9/0", 2, None, (), (A, "9/0"), 2, Address("host0", 1))]
 
 
 def test_a_new_incarnation_joins_after_the_old_is_out() -> None:

@@ -12,6 +12,7 @@ from lightning_ft.membership.events import Address
 
 PEER = wire.Peer("0/1", 3)
 ADDRESS = Address("node0", 4711)
+STORE = {"store_host": "node0", "store_port": 4711}
 
 MESSAGES: list[tuple[Any, tuple[type, ...]]] = [
     (events.Hello("0/1", 3, 2, ADDRESS, 99), wire.FROM_MEMBER),
@@ -25,7 +26,7 @@ MESSAGES: list[tuple[Any, tuple[type, ...]]] = [
     (events.Exited("0/1", 3, -9, "killed by SIGKILL"), wire.FROM_AGENT),
     (wire.Welcome(1.0), wire.TO_MEMBER),
     (effects.Suspend("0/1", 2, "0/0 is gone"), wire.TO_MEMBER),
-    (effects.CommitView("0/1", 3, 2, ("0/0",), ("1/0", "1/1"), ADDRESS), wire.TO_MEMBER),
+    (effects.CommitView("0/1", 3, 2, ("0/0",), ("1/0", "1/1"), 5, ADDRESS), wire.TO_MEMBER),
     (effects.NotifyLeaving("0/1", "0/0", 7), wire.TO_MEMBER),
     (effects.Release("0/1", "done"), wire.TO_MEMBER),
     (effects.Evict("0/1", 3, "silent"), wire.TO_MEMBER),
@@ -174,20 +175,12 @@ def test_malformed_texts(text: str, problem: str) -> None:
             "exit code",
         ),
         (
-            {"type": "view", "generation": 1, "base": 0, "left": [], "joined": "x", "store_host": "h", "store_port": 1},
+            {"type": "view", "generation": 1, "base": None, "left": [], "joined": "x", "size": 1} | STORE,
             wire.TO_MEMBER,
             "expected a list",
         ),
         (
-            {
-                "type": "view",
-                "generation": 1,
-                "base": 0,
-                "left": ["0/0"] * 2,
-                "joined": [],
-                "store_host": "h",
-                "store_port": 1,
-            },
+            {"type": "view", "generation": 1, "base": 0, "left": ["0/0"] * 2, "joined": [], "size": 1} | STORE,
             wire.TO_MEMBER,
             "given twice",
         ),
@@ -209,7 +202,7 @@ def test_the_sender_must_be_known() -> None:
 def test_a_view_of_ten_thousand_fits() -> None:
     """The limit has room for the largest job, given as a whole."""
     members = tuple(f"{i // 8}/{i % 8}" for i in range(10_000))
-    view = effects.CommitView("0/1", 1, 0, (), members, ADDRESS)
+    view = effects.CommitView("0/1", 1, None, (), members, 10_000, ADDRESS)
     text = wire.encode(view)
     assert len(text) < wire.MAX_MESSAGE_BYTES // 4
     assert wire.decode(text, expect=wire.TO_MEMBER, peer=PEER) == view
