@@ -134,8 +134,8 @@ def _running(out: pathlib.Path, command: Sequence[str], environment: Mapping[str
 def committed(job: Job, members: Sequence[str]) -> dict[int, tuple[str, ...]]:
     """Check that the members agree on every step, and return who contributed to each.
 
-    Each step was committed once by each member that lived then, with the same contributors, and left all of them with
-    bitwise the same weights.
+    Each step was committed once by each member that lived then, with the same contributors; all began it with bitwise
+    the same buffers, and ended it with bitwise the same weights.
     """
     contributors: dict[int, tuple[str, ...]] = {}
     hashes: dict[int, str] = {}

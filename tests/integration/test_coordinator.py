@@ -25,7 +25,7 @@ import pytest
 import lightning_ft.errors
 from lightning_ft.config import Settings
 from lightning_ft.coordinator import server as server_module
-from lightning_ft.coordinator.channel import MEMBER_PATH, VERSION_HEADER
+from lightning_ft.coordinator.channel import AGENT_PATH, MEMBER_PATH, VERSION_HEADER
 from lightning_ft.coordinator.client import MembershipClient, NextView
 from lightning_ft.coordinator.server import CoordinatorServer
 from lightning_ft.errors import CoordinatorLostError, EvictedError, ProtocolViolationError, QuorumLostError
@@ -222,10 +222,12 @@ def read_view(process: subprocess.Popen[str]) -> list[Any]:
     return json.loads(line)  # type: ignore[no-any-return]
 
 
-async def frames_of(port: int, *frames: str | bytes, headers: dict[str, str] | None = None) -> aiohttp.WSMessage:
-    """Connect as a member, send, and read until the server closes."""
+async def frames_of(
+    port: int, *frames: str | bytes, headers: dict[str, str] | None = None, path: str = MEMBER_PATH
+) -> aiohttp.WSMessage:
+    """Connect, send, and read until the server closes."""
     good = {"Authorization": f"Bearer {TOKEN}", VERSION_HEADER: str(wire.PROTOCOL_VERSION)}
-    url = f"http://127.0.0.1:{port}{MEMBER_PATH}"
+    url = f"http://127.0.0.1:{port}{path}"
     async with (
         asyncio.timeout(DEADLINE_S),
         aiohttp.ClientSession() as session,
@@ -393,6 +395,7 @@ def test_member_finds_a_coordinator_that_was_started_again(stage: Stage) -> None
 # Refusing.
 
 
+@pytest.mark.parametrize("path", [MEMBER_PATH, AGENT_PATH])
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -404,15 +407,20 @@ def test_member_finds_a_coordinator_that_was_started_again(stage: Stage) -> None
     ],
     ids=["nothing", "wrong-token", "no-scheme", "no-version", "other-version"],
 )
-def test_stranger_is_refused(
-    stage: Stage, headers: dict[str, str], status: int, caplog: pytest.LogCaptureFixture, seen: list[events.Event]
+def test_stranger_is_refused(  # noqa: PLR0917 - fixtures
+    stage: Stage,
+    headers: dict[str, str],
+    status: int,
+    path: str,
+    caplog: pytest.LogCaptureFixture,
+    seen: list[events.Event],
 ) -> None:
     """Before the upgrade, with a logged reason that doesn't hold the token."""
     coordinator = stage.coordinator(PATIENT, "0/0")
     with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
-        asyncio.run(frames_of(coordinator.port, hello("0/0"), headers=headers))
+        asyncio.run(frames_of(coordinator.port, hello("0/0"), headers=headers, path=path))
     assert caught.value.status == status
-    assert "refused /v1/member" in caplog.text
+    assert f"refused {path}" in caplog.text
     assert TOKEN not in caplog.text
     assert not seen
 
@@ -447,6 +455,8 @@ def test_garbage_disturbs_nobody(stage: Stage, data: bytes, answer: bytes) -> No
     assert [view.view.generation for view in park_all(clients, 3, "connection")] == [2, 2]
 
 
+AGENT_HELLO = '{"type":"agent_hello","node":7,"incarnations":{}}'
+
 BAD_FRAMES: dict[str, tuple[str | bytes, ...]] = {
     "not-json": ("{",),
     "not-an-object": ("[]",),
@@ -463,21 +473,51 @@ BAD_FRAMES: dict[str, tuple[str | bytes, ...]] = {
     "deep": (hello("9/9"), "[" * 100_000),
 }
 
+BAD_AGENT_FRAMES: dict[str, tuple[str | bytes, ...]] = {
+    "not-json": ("{",),
+    "binary": (b"\x00\xff",),
+    "before-hello": ('{"type":"heartbeat"}',),
+    "for-members": (hello("0/0"),),
+    "twice": (AGENT_HELLO, AGENT_HELLO, "["),
+    "of-a-member": (AGENT_HELLO, '{"type":"park","generation":1,"completed":9,"reason":"start","waited_s":0}'),
+    "wrong-incarnation": ('{"type":"agent_hello","node":0,"incarnations":{"0/0":-1}}',),
+    "missing-field": (AGENT_HELLO, '{"type":"exited","member":"0/0","status":0,"detail":""}'),
+    "oversized": (AGENT_HELLO, json.dumps({"type": "heartbeat", "more": "x" * (1 << 20)})),
+}
 
-@pytest.mark.parametrize("frames", BAD_FRAMES.values(), ids=BAD_FRAMES.keys())
+
+@pytest.mark.parametrize(
+    ("path", "frames"),
+    [
+        *(pytest.param(MEMBER_PATH, frames, id=f"member-{name}") for name, frames in BAD_FRAMES.items()),
+        *(pytest.param(AGENT_PATH, frames, id=f"agent-{name}") for name, frames in BAD_AGENT_FRAMES.items()),
+    ],
+)
 def test_bad_frame_ends_its_connection_alone(
-    stage: Stage, frames: tuple[str | bytes, ...], caplog: pytest.LogCaptureFixture
+    stage: Stage, path: str, frames: tuple[str | bytes, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The reason is logged, and the others' job goes on in its view."""
     coordinator = stage.coordinator(PATIENT, "0/0", "0/1")
     suspended: list[int] = []
     clients = [stage.client(coordinator, f"0/{slot}", on_suspend=suspended.append) for slot in range(2)]
     park_all(clients)
-    ended = asyncio.run(frames_of(coordinator.port, *frames))
+    ended = asyncio.run(frames_of(coordinator.port, *frames, path=path))
     assert ended.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSING)
     until(lambda: "closing the connection of" in caplog.text, "the reason is logged")
     assert not suspended
     assert coordinator.generation == 1
+    assert [view.view.generation for view in park_all(clients, 3, "connection")] == [2, 2]
+
+
+def test_an_agent_speaks_for_its_own_node_alone(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """The end of a member that another node's agent reports is no end."""
+    coordinator = stage.coordinator(PATIENT, "0/0", "0/1")
+    clients = [stage.client(coordinator, f"0/{slot}") for slot in range(2)]
+    park_all(clients)
+    exited = '{"type":"exited","member":"0/0","incarnation":1,"status":0,"detail":""}'
+    asyncio.run(frames_of(coordinator.port, AGENT_HELLO, exited, "end", path=AGENT_PATH))
+    assert "dropped an exit of 0/0 from the agent of node 7" in caplog.text
+    assert not coordinator.logged("member_exited")
     assert [view.view.generation for view in park_all(clients, 3, "connection")] == [2, 2]
 
 

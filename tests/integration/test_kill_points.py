@@ -49,7 +49,12 @@ RECOVERY = [
 
 
 def _check(
-    job: jobs.Job, num_steps: int, survivors: set[str], members: tuple[str, ...] = MEMBERS, **program: object
+    job: jobs.Job,
+    num_steps: int,
+    survivors: set[str],
+    members: tuple[str, ...] = MEMBERS,
+    atol: float = 1e-6,
+    **program: object,
 ) -> None:
     assert job.finish() == 0, job.output()
     contributors = jobs.committed(job, members)
@@ -59,12 +64,25 @@ def _check(
     assert ended == survivors, job.output()
     lost = {event["member"] for event in job.events() if event["event"] == "failure_detected"}
     assert lost == set(members) - survivors, job.output()
+    _check_recoveries(job)
     expected = reference.final_weights(contributors, **program)  # type: ignore[arg-type]
     for member in survivors:
         assert job.records(member)[-1]["num_reductions"] == 0, "old reductions keep old buckets in memory"
         weights = torch.load(job.out / f"{member.replace('/', '-')}.pt")
         for name, tensor in expected.items():
-            torch.testing.assert_close(weights[name], tensor, atol=1e-6, rtol=1e-5, msg=name)
+            torch.testing.assert_close(
+                weights[name], tensor, atol=atol, rtol=0.0, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def _check_recoveries(job: jobs.Job) -> None:
+    for event in job.events():
+        if event["event"] == "recovered":
+            parts_s = [event[name] for name in ("park_s", "rebuild_s", "settle_s")]
+            assert all(part_s >= 0 for part_s in parts_s), event
+            assert event["latency_s"] >= sum(parts_s) - 1e-5 > 0, event
+            assert event["redone"] in ("none", "reduce", "commit", "result"), event
+            assert event["rounds"] >= 1, event
 
 
 def _faults(seed: int) -> list[list[str]]:
@@ -171,12 +189,37 @@ def test_kill_with_gradients_that_are_views_of_the_buckets(tmp_path: pathlib.Pat
         _check(job, 100, {"0/1", "0/3"}, FIVE, model="mlp")
 
 
-@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
+HOOKS = {"fp16": 1e-3, "bf16": 1e-2, "powersgd": None}
+"""How far from exact the weights may end by the format's rounding. One share that is missing in one step makes 2e-2;
+PowerSGD has no such bound.
+"""
+
+
+@pytest.mark.parametrize("hook", HOOKS)
 def test_kill_with_a_communication_hook(tmp_path: pathlib.Path, hook: str) -> None:
     """A hook is run again from the state it had; the survivors stay bitwise equal."""
-    faults = "0/2=reduction.issued@20; 0/0=reduction.done@40; 0/4=commit.enter@60"
-    program = ["plain_loop.py", "80", "--hook", hook]
+    faults = "0/2=reduction.issued@8; 0/0=reduction.done@15; 0/4=commit.enter@22"
+    program = ["plain_loop.py", "30", "--hook", hook]
     with jobs.running(tmp_path, 5, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
+        atol = HOOKS[hook]
+        if atol is not None:
+            _check(job, 30, {"0/1", "0/3"}, FIVE, atol, model="mlp")
+            return
         assert job.finish() == 0, job.output()
-        assert sorted(jobs.committed(job, FIVE)) == list(range(80))
+        assert sorted(jobs.committed(job, FIVE)) == list(range(30))
         assert [job.records(member)[-1]["event"] for member in ("0/1", "0/3")] == ["end", "end"]
+
+
+def test_what_the_event_log_says_of_recoveries(tmp_path: pathlib.Path) -> None:
+    """Where the member died decides what is done again, and the step is the one that everybody was in."""
+    faults = "0/2=all_reduce.enter@16; 0/0=reduction.enter@11; 0/3=commit.enter@31"
+    with jobs.running(
+        tmp_path, 4, ["plain_loop.py", "40", "--sync-every", "1"], {"LIGHTNING_FT_FAIL_AT": faults}
+    ) as job:
+        _check(job, 40, {"0/1"}, MEMBERS[:4], model="mlp")
+        told = [event for event in job.events() if event["event"] == "recovered"]
+        redone = [(event["redone"], event["step"]) for event in told]
+        assert redone[:2] == [("none", 8), ("reduce", 10)]  # of the barrier after 8 steps, and of the 11th step
+        assert redone[2:] in ([("commit", 30)], [("reduce", 30)])  # the news may overtake the end of the reduction
+        assert [event["generation"] for event in told] == [2, 3, 4]
+        assert [event["member"] for event in told] == ["0/0", "0/1", "0/1"]

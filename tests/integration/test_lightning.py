@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import os
 import pathlib
 import random
@@ -13,7 +14,7 @@ import torch
 
 from tests.integration import jobs
 
-CASES = ("adamw", "batchnorm", "accumulate", "manual")
+CASES = ("adamw", "batchnorm", "accumulate", "manual", "hook")
 
 
 def _members(num: int) -> tuple[str, ...]:
@@ -32,13 +33,25 @@ def _check_run(job: jobs.Job, num: int, survivors: set[str], case: str = "adamw"
     hashes: dict[int, str] = {}
     for member in survivors:
         steps = [line["step"] for line in batches[member]]
-        assert steps == list(range(1, len(steps) + 1)), f"{member}: {steps}\n{job.output()}"
+        assert steps == _steps(case, batches[member]), f"{member}: {steps}\n{job.output()}"
         calls = [line for line in job.records(member) if line["event"] == "training_step" and line["case"] == case]
         assert len(calls) == len(steps), "training_step runs once per batch"
         for line in batches[member]:
             assert hashes.setdefault(line["step"], line["hash"]) == line["hash"], f"{member} differs at {line}"
     assert len({len(batches[member]) for member in survivors}) == 1
     return batches
+
+
+def _steps(case: str, batches: list[dict[str, Any]]) -> list[int]:
+    """Return what `global_step` must be after each batch: it counts what the optimizers did."""
+    per_batch = [2 if case == "manual" else 1] * len(batches)
+    if case == "accumulate":  # every third, and the last of an epoch
+        following = [line["epoch"] for line in batches[1:]] + [None]
+        per_batch = [
+            int((line["batch"] + 1) % 3 == 0 or line["epoch"] != epoch)
+            for line, epoch in zip(batches, following, strict=True)
+        ]
+    return list(itertools.accumulate(per_batch))
 
 
 def _rows(job: jobs.Job, case: str = "adamw") -> list[dict[str, str]]:
@@ -166,6 +179,23 @@ def test_two_at_once_and_all_but_one(tmp_path: pathlib.Path) -> None:
     program = ["lightning_fit.py", "--devices", "4", "--epochs", "2"]
     with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
         _check_run(job, 4, {"0/3"})
+        output = (job.out / "output.txt").read_text()
+        assert "[0/0 g1] is lost: killed by SIGKILL" in output
+        assert "[0/3 g3] training goes on in step " in output
+
+
+def test_kill_with_other_kinds_of_fit(tmp_path: pathlib.Path) -> None:
+    """Several optimizers, accumulation, running statistics and a hook keep their meaning when a rank dies."""
+    cases = ("manual", "accumulate", "batchnorm", "hook")
+    faults = "0/2=commit.enter@12; 0/0=reduction.issued@30; 0/4=bucket.started@50; 0/1=reduction.done@100"
+    program = ["lightning_fit.py", "--devices", "5", *(text for case in cases for text in ("--case", case))]
+    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
+        ended_in = {}
+        for case in cases:
+            for member, batches in _check_run(job, 5, {"0/3"}, case).items():
+                if batches:
+                    ended_in[member] = case
+        assert ended_in == {"0/2": "manual", "0/0": "accumulate", "0/4": "batchnorm", "0/1": "hook", "0/3": "hook"}
 
 
 def test_too_few_are_left(tmp_path: pathlib.Path) -> None:
@@ -251,3 +281,4 @@ def test_tensorboard_goes_on_after_rank_zero(tmp_path: pathlib.Path) -> None:
         accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
         accumulator.Reload()
         assert [point.step for point in accumulator.Scalars("loss")] == list(range(len(batches["0/1"])))
+        assert len(accumulator.Scalars("val_loss")) == 2, "each validation once"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from lightning_ft.config import Settings, parse_endpoint
@@ -14,6 +16,28 @@ def test_precedence_argument_variable_alias_default() -> None:
     assert Settings.resolve(environ).max_failures == 3
     assert Settings.resolve({"HCCL_FT_MAX_FAILURES": "5"}).max_failures == 5
     assert Settings.resolve({}).max_failures is None
+
+
+VALUES = {
+    "min_world_size": ("2", 2),
+    "max_failures": ("3", 3),
+    "heartbeat_interval": ("0.5", 0.5),
+    "heartbeat_timeout": ("20", 20.0),
+    "timeout": ("60", 60.0),
+    "coordinator": ("node0:29400", "node0:29400"),
+    "process_group_backend": ("gloo", "gloo"),
+    "event_log": ("events.jsonl", "events.jsonl"),
+    "enable": ("0", False),
+}
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Settings)])
+def test_each_setting_can_come_from_the_environment(field: str) -> None:
+    """`LIGHTNING_FT_<NAME>` sets it, and it alone."""
+    text, value = VALUES[field]
+    settings = Settings.resolve({f"LIGHTNING_FT_{field.upper()}": text})
+    assert settings == dataclasses.replace(Settings(), **{field: value})
+    assert settings != Settings()
 
 
 def test_an_empty_variable_counts_as_unset() -> None:

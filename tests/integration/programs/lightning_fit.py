@@ -3,8 +3,8 @@
     lightning_fit.py OUT [--strategy ft_ddp|ddp] [--devices N] [--case NAME]... [--epochs N] [--workers N]
                      [--logger csv|tensorboard] [--test] [--predict] [--skip-fit]
 
-Cases train one after the other in the same processes: `adamw`, `batchnorm`, `accumulate`, `manual`. Each member appends
-JSON lines to OUT/<node>-<slot>.jsonl; rank 0 saves OUT/<case>.pt.
+Cases train one after the other in the same processes: `adamw`, `batchnorm`, `accumulate`, `manual`, `hook`. Each member
+appends JSON lines to OUT/<node>-<slot>.jsonl; rank 0 saves OUT/<case>.pt.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ft
@@ -90,6 +92,14 @@ class Classifier(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+def make_strategy(name: str, case: str) -> str | Strategy:
+    """Return the strategy; with a communication hook for case `hook`."""
+    if case != "hook":
+        return name
+    kind = DDPStrategy if name == "ddp" else lightning_ft.FaultTolerantDDPStrategy
+    return kind(ddp_comm_hook=default_hooks.bf16_compress_hook)
+
+
 class Recorder(L.Callback):
     """Writes the weights' hash after every step, and what the trainer thinks of it."""
 
@@ -150,7 +160,7 @@ def main() -> None:
         L.seed_everything(7, verbose=False)
         make_logger = CSVLogger if arguments.logger == "csv" else TensorBoardLogger
         trainer = L.Trainer(
-            strategy=arguments.strategy,
+            strategy=make_strategy(arguments.strategy, case),
             devices=arguments.devices,
             accelerator="cpu",
             max_epochs=arguments.epochs,

@@ -1,6 +1,6 @@
 """A hand-written PyTorch loop on backend `ft` that writes down everything a checker needs.
 
-    plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static|checkpoint] [--hook fp16|powersgd]
+    plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static|checkpoint] [--hook fp16|bf16|powersgd]
                   [--optimizer sgd|adamw] [--accumulate N] [--sync-every N] [--bucket-view] [--stillborn MEMBER]
 
 Each member appends JSON lines to OUT/<node>-<slot>.jsonl: for each step who contributed, and the weights' hash after.
@@ -18,7 +18,7 @@ import pathlib
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,10 @@ from lightning_ft.reduction import GradientReduction
 
 
 class Net(torch.nn.Module):
-    """A few layers; one can stay unused, or have running statistics."""
+    """A few layers; one can stay unused, or have running statistics.
+
+    All is smooth: at the kink of a ReLU the last bit of an input decides on a gradient, and no reference would be near.
+    """
 
     def __init__(self, kind: str, width: int) -> None:
         super().__init__()
@@ -50,7 +53,8 @@ class Net(torch.nn.Module):
             hidden = self.first(x)
         if is_side_used:
             hidden = hidden + self.side(x)
-        return self.last(torch.relu(self.second(torch.relu(self.norm(hidden)))))
+        activate = torch.nn.functional.silu
+        return self.last(activate(self.second(activate(self.norm(hidden)))))
 
 
 def batch(member: str, step: int, part: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,8 +71,13 @@ def is_side_used(kind: str, member: str, step: int) -> bool:
 
 def weights_hash(module: torch.nn.Module) -> str:
     """Return a hash of all parameters, bit for bit (buffers are each rank's own between two broadcasts)."""
+    return tensors_hash(module.parameters())
+
+
+def tensors_hash(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a hash of tensors, bit for bit."""
     digest = hashlib.sha256()
-    for tensor in module.parameters():
+    for tensor in tensors:
         digest.update(tensor.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -120,10 +129,10 @@ def main() -> None:
         gradient_as_bucket_view=arguments.bucket_view,
         bucket_cap_mb=0.01,
     )
-    if arguments.hook == "fp16":
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    if arguments.hook in ("fp16", "bf16"):
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        model.register_comm_hook(None, fp16_compress_hook)
+        model.register_comm_hook(None, getattr(default_hooks, f"{arguments.hook}_compress_hook"))
     elif arguments.hook == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -132,6 +141,8 @@ def main() -> None:
     optimizer = make_optimizer(arguments.optimizer, model.parameters())
     commits: list[lightning_ft.StepCommit] = []
     model.on_commit = commits.append
+    buffers: list[str] = []  # as each forward finds them
+    net.norm.register_forward_pre_hook(lambda module, _: buffers.append(tensors_hash(module.buffers())))
     for step in range(arguments.steps):
         optimizer.zero_grad()
         for part in range(arguments.accumulate):
@@ -144,7 +155,8 @@ def main() -> None:
         assert len(commits) == step + 1, "each step commits once"
         write(event="committed", step=step, contributors=commits[-1].contributors, index=commits[-1].step)
         optimizer.step()
-        write(event="step", step=step, hash=weights_hash(net), world_size=dist.get_world_size(), rank=dist.get_rank())
+        digest = weights_hash(net) + buffers[-1]
+        write(event="step", step=step, hash=digest, world_size=dist.get_world_size(), rank=dist.get_rank())
         if arguments.sync_every and step % arguments.sync_every == 0:
             total = torch.tensor([float(step)])
             dist.all_reduce(total)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from driver import INTERVAL_S, SILENCE_S, TIMEOUT_S, Job
 
-from lightning_ft.membership import effects
+from lightning_ft.membership import effects, wire
 from lightning_ft.membership.events import Address
 from lightning_ft.membership.state import Phase, Status
 
@@ -52,6 +54,27 @@ def test_death_makes_the_next_view() -> None:
         effects.CommitView(member, 2, 1, (A,), (), 2, Address("host0", 1)) for member in (B, C)
     ]
     assert job.state.phase is Phase.HEALTHY
+
+
+def _bytes_to_members(turns: Iterable[effects.Effect]) -> int:
+    return sum(len(wire.encode(effect)) for effect in turns if isinstance(effect, wire.TO_MEMBER))
+
+
+def test_bytes_of_a_view_change_grow_as_the_members() -> None:
+    """Nobody is sent a list of everybody, neither for the first view nor after a death."""
+    per_member = {}
+    for num in (10, 1000):
+        names = [f"{index // 8}/{index % 8}" for index in range(num)]
+        job = Job(*names)
+        for name in names:
+            job.hello(name)
+        first = [effect for name in names for effect in job.park(name, reason="start")]
+        death = [*job.exited(names[1]), *(effect for name in names if name != names[1] for effect in job.park(name, 5))]
+        assert job.state.view.generation == 2
+        assert sum(isinstance(effect, effects.CommitView) for effect in (*first, *death)) == 2 * num - 1
+        per_member[num] = (_bytes_to_members(first) / num, _bytes_to_members(death) / num)
+    for small, large in zip(per_member[10], per_member[1000], strict=True):
+        assert large < 1.2 * small, per_member
 
 
 def test_a_repeated_park_changes_what_it_says() -> None:
