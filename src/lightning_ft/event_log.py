@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +23,9 @@ DEFAULT_NAME = "ft_events.jsonl"
 
 _MAX_BUFFERED = 10_000
 """Lines kept while there is no file yet, or while the disk hangs; the oldest are dropped first and counted."""
+
+_TAIL_BYTES = 1 << 20
+"""How far back a line is looked for that may be written already."""
 
 _RESERVED = ("time", "event", "generation", "member")
 
@@ -46,7 +49,7 @@ class EventLog:
         self._path: Path | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._is_writing = False
+        self._writing: tuple[str, ...] = ()
         self._warned: set[str] = set()
         self.num_lost = 0
         if path is not None:
@@ -79,17 +82,42 @@ class EventLog:
             member: Logical id that it is about; None: the job.
             fields: Anything that JSON can hold; what it can't is written as text. The four common names are ignored.
         """
+        self.append(self.line(event, generation=generation, member=member, **fields))
+
+    def line(self, event: str, *, generation: int, member: str | None = None, **fields: Any) -> str:
+        """Return what `append` takes: the line of an event that happens now. Arguments as for `write`."""
         fields = {name: value for name, value in fields.items() if name not in _RESERVED}
-        line = {"time": self._clock(), "event": event, "generation": generation, "member": member, **fields}
+        values = {"time": self._clock(), "event": event, "generation": generation, "member": member, **fields}
+        return json.dumps(values, default=str) + "\n"
+
+    def append(self, line: str) -> None:
+        """Append a line, and say it on the console."""
+        self._put(line)
+        fields = json.loads(line)
+        _, event, generation, member = (fields.pop(name) for name in _RESERVED)
+        level, sentence = describe(event, fields)
+        logger.log(level, "%s %s", _prefix(member, generation), sentence)
+
+    def resume(self, lines: Iterable[str]) -> None:
+        """Append what an earlier writer had not written yet when it ended, as its `unwritten` said, unless it had."""
+        known = set() if self._path is None else _tail(self._path)
+        for line in lines:
+            if line not in known:
+                self._put(line)
+
+    def _put(self, line: str) -> None:
         with self._changed:
             if not self._is_closed:
                 if len(self._lines) >= _MAX_BUFFERED:
                     self._lines.popleft()
                     self.num_lost += 1
-                self._lines.append(json.dumps(line, default=str) + "\n")
+                self._lines.append(line)
                 self._changed.notify_all()
-        level, sentence = describe(event, fields)
-        logger.log(level, "%s %s", _prefix(member, generation), sentence)
+
+    def unwritten(self) -> list[str]:
+        """Return the lines that are not known to be in the file, for whoever writes it after this process."""
+        with self._changed:
+            return [*self._writing, *self._lines]
 
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Wait until everything written so far is in the file (or lost to the disk).
@@ -99,7 +127,7 @@ class EventLog:
         with self._changed:
             if self._path is None:
                 return False
-            return self._changed.wait_for(lambda: not self._lines and not self._is_writing, timeout_s)
+            return self._changed.wait_for(lambda: not self._lines and not self._writing, timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is left, then stop; a hanging disk is given up after `timeout_s`."""
@@ -113,13 +141,13 @@ class EventLog:
         file: IO[str] | None = None
         while True:
             with self._changed:
-                self._is_writing = False
+                self._writing = ()
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._lines or self._is_closed)
                 if not self._lines:
                     break
                 line = self._lines.popleft()
-                self._is_writing = True
+                self._writing = (line,)
             file = self._write_line(file, line)
         if file is not None:
             file.close()
@@ -196,6 +224,16 @@ _SENTENCES: dict[str, tuple[int, str]] = {
     "job_stopped": (logging.INFO, "the coordinator is done: {reason}"),
 }
 """Level and sentence per event; one that isn't here is said by its name. Fields outside the sentence are appended."""
+
+
+def _tail(path: Path) -> set[str]:
+    """The last lines of a file, whole ones."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return set(file.read().decode("utf-8", errors="replace").splitlines(keepends=True))
+    except OSError:
+        return set()
 
 
 def _prefix(member: str | None, generation: int) -> str:

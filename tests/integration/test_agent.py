@@ -359,6 +359,74 @@ def test_hung_member_is_killed_and_the_job_goes_on(stage: Stage) -> None:
     assert not is_running(int(str(stage.noted("0/1", "pid"))))
 
 
+# The coordinator's own death.
+
+OUTLIVE = """
+    if member == "0/1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    next_view()
+    client.leave(0)
+    client.close()
+"""
+
+POINTS = [
+    *(f"decision.{point}@{count}" for point in ("made", "saved") for count in (1, 2, 3, 4)),
+    *(f"member.told@{count}" for count in (1, 2, 3, 4, 5, 6, 8)),
+]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_coordinator_is_killed_at_any_point(stage: Stage, point: str) -> None:
+    """Whatever it had decided, kept or told: the next one goes on from there, and nobody notices but by the wait."""
+    agent = stage.run(stage.script(MEMBER, OUTLIVE), *PATIENT, num_slots=3, LIGHTNING_FT_FAIL_AT=f"coordinator={point}")
+    assert agent.wait(DEADLINE_S) == 0
+    assert f"fault placed at {point.partition('@')[0]}" in stage.outputs[0].read_text()
+    assert stage.wait_for_notes("view2", "0/0", "0/2") == ["0/0 0/2"] * 2
+    assert {line["member"] for line in stage.logged("failure_detected")} == {"0/1"}
+    (finished,) = stage.logged("job_finished")
+    assert finished["status"] == 0
+
+
+def coordinator_of(agent: subprocess.Popen[bytes]) -> int | None:
+    """Process id of the coordinator that an agent keeps."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == agent.pid and b"lightning_ft.coordinator.standalone" in (entry / "cmdline").read_bytes():
+                    return int(entry.name)
+    return None
+
+
+def test_coordinator_is_killed_again_and_again(stage: Stage) -> None:
+    """While nothing else happens; the members that were there stay members, and the port stays the same."""
+    wait = """
+    while not (Path(os.environ["NOTES"]) / "go").exists():
+        time.sleep(0.002)
+    """
+    agent = stage.run(stage.script(MEMBER, wait, OUTLIVE), *PATIENT, num_slots=3)
+    stage.wait_for_notes("view1", "0/0", "0/1", "0/2")
+    killed = set()
+    for _ in range(3):
+        pid = until(lambda: (found := coordinator_of(agent)) not in killed and found, "there is another coordinator")
+        until(lambda: len(stage.logged("coordinator_restarted")) == len(killed), "it has begun")
+        killed.add(pid)
+        os.kill(pid, signal.SIGKILL)
+    (stage.notes / "go").touch()
+    assert agent.wait(DEADLINE_S) == 0
+    assert stage.wait_for_notes("view2", "0/0", "0/2") == ["0/0 0/2"] * 2
+    assert len(stage.logged("coordinator_restarted")) == 3
+
+
+def test_coordinator_ends_with_its_agent(stage: Stage) -> None:
+    """No orphan is left of it either."""
+    agent = stage.run(stage.script(STUBBORN), num_slots=1)
+    pid = until(lambda: coordinator_of(agent), "there is a coordinator")
+    agent.kill()
+    agent.wait(DEADLINE_S)
+    until(lambda: not is_running(pid), "it has ended")
+
+
 # Signals.
 
 LISTENER = """

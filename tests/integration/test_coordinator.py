@@ -100,7 +100,9 @@ class Coordinator:
         self.thread.start()
         self.event_log = EventLog(log)
         self.server = self.call(self._make())
-        self.port = self.call(self.server.start(port=port))
+        listener = socket.create_server(("127.0.0.1", port))
+        self.port = listener.getsockname()[1]
+        self.call(self.server.start(listener))
 
     async def _make(self) -> CoordinatorServer:
         return CoordinatorServer(self.settings, self.expected, TOKEN, self.event_log)
@@ -318,7 +320,7 @@ def test_leaver_is_announced_and_released(stage: Stage) -> None:
         assert leaving.result(DEADLINE_S) is None
     assert client.is_released
     assert other.is_released
-    assert coordinator.server.released == {("0/0", 1), ("0/1", 1)}
+    assert coordinator.server._ending.released == {("0/0", 1), ("0/1", 1)}
     assert not coordinator.server.is_failed
 
 
@@ -630,8 +632,7 @@ def test_lost_quorum_is_raised_in_park(stage: Stage) -> None:
     with pytest.raises(QuorumLostError, match="min_world_size is 2") as caught:
         client.park(0, "suspended")
     assert (caught.value.member, caught.value.generation) == ("0/0", 1)
-    until(coordinator.server.stopped.is_set, "the server says so")
-    assert coordinator.server.is_failed
+    until(lambda: coordinator.server.is_failed, "the server says so")
 
 
 def test_close_frees_whoever_is_parked(stage: Stage) -> None:

@@ -15,7 +15,7 @@ from model import Member, Mode, Result, kind_of
 from network import Connection, Group
 
 from lightning_ft.config import Settings
-from lightning_ft.membership import effects, events, machine
+from lightning_ft.membership import effects, events, machine, snapshot
 from lightning_ft.membership.state import Phase, State, Status, Tally, initial
 
 HORIZON_S = 300.0
@@ -40,6 +40,8 @@ class Simulation:
         self.cascade = self.random.choice([0.0, 0.0, 0.02, 0.08])
         self.last = self.random.randint(1, 14)
         self.state: State = initial([f"{i // 2}/{i % 2}" for i in range(size)], 0.0, self.settings.timeout)
+        self.saved = snapshot.dump(self.state)
+        self.num_restarts = 0
         self.views: dict[int, tuple[str, ...]] = {0: self.state.view.members}
         self.processes: dict[tuple[str, int], Member] = {}
         self.connections: dict[tuple[str, int], Connection] = {}
@@ -49,6 +51,7 @@ class Simulation:
         self.inbox: collections.deque[tuple[str, events.Event]] = collections.deque()
         self.trace: list[str] = []
         self.dead_agents: set[str] = set()
+        self.exits: list[events.Exited] = []
         self.num_kills_left = 4
         for name in self.state.view.members:
             member = Member(self, name, 1, last=self.last, is_joiner=False)
@@ -139,20 +142,26 @@ class Simulation:
         if self.state.generation != before.generation:
             self._check_view(before)
         self._check_tally()
+        if snapshot.is_decision(before, self.state):
+            self.saved = snapshot.dump(self.state)
+        life = self.num_restarts
         for effect in todo:
-            self._execute(effect)
+            if self.num_restarts == life:  # else it died in the middle of this
+                self._execute(effect)
+            if self.chance(self.cascade / 8):
+                self._restart()
         self._check_numbers()
 
     def _execute(self, effect: effects.Effect) -> None:
         self.log(f"    -> {effect}")
         match effect:
             case effects.Probe():
-                process = self.processes[effect.member, effect.incarnation]
-                self.later(self.delay(), lambda: self._probe(process))
+                process, life = self.processes[effect.member, effect.incarnation], self.num_restarts
+                self.later(self.delay(), lambda: self._probe(process, life))
             case effects.Kill():
-                process = self.processes[effect.member, effect.incarnation]
+                process, life = self.processes[effect.member, effect.incarnation], self.num_restarts
                 if effect.member not in self.dead_agents:
-                    self.later(self.delay(), lambda: self.die(process))
+                    self.later(self.delay(), lambda: self._kill_if_told(process, life))
             case effects.Record():
                 if effect.event == "failure_detected":
                     assert effect.member is not None
@@ -179,8 +188,30 @@ class Simulation:
             return joiner.incarnation
         return (known.incarnation if known is not None else 0) or 0
 
-    def _probe(self, process: Member) -> None:
-        if not process.port_open:
+    def _kill_if_told(self, process: Member, life: int) -> None:
+        if self.num_restarts == life or self.chance(0.5):  # the message may have been lost with the coordinator
+            self.die(process)
+
+    def _restart(self) -> None:
+        """The coordinator is killed, and started again from what it saved; all connections are made anew."""
+        self.log("the coordinator is killed")
+        self.num_restarts += 1
+        open_connections = list(self.connections.values())
+        self.connections.clear()
+        self.inbox.clear()
+        self.busy_until = self.now + self.random.random()
+        self.later(self.busy_until - self.now, self._drain)
+        for connection in open_connections:
+            connection.drop(self.busy_until - self.now + self.random.random())
+        self.state = snapshot.load(self.saved, self.now, self.settings.timeout, self.settings.timeout)
+        self._check_tally()
+        for kill in snapshot.pending_kills(self.state):
+            self._execute(kill)
+        for exited in self.exits:  # its agents say again how processes ended
+            self.later(self.busy_until - self.now + self.delay(), lambda exited=exited: self.post(exited))
+
+    def _probe(self, process: Member, life: int) -> None:
+        if not process.port_open and self.num_restarts == life:
             self.post(events.ProbeRefused(process.name, process.incarnation))
 
     def _tick(self) -> None:
@@ -217,7 +248,11 @@ class Simulation:
         self.later(self.delay(), lambda: setattr(member, "port_open", False))
         if member.name not in self.dead_agents:
             exited = events.Exited(member.name, member.incarnation, -9, "killed by SIGKILL")
-            self.later(self.delay() * self.random.choice([1, 30]), lambda: self.post(exited))
+            self.later(self.delay() * self.random.choice([1, 30]), lambda: self._exited(exited))
+
+    def _exited(self, exited: events.Exited) -> None:
+        self.exits.append(exited)
+        self.post(exited)
 
     def given(self, member: Member, generation: int, members: tuple[str, ...]) -> None:
         """I1: a generation has one view."""
@@ -267,7 +302,7 @@ class Simulation:
         for _ in range(self.random.choice([0, 1, 1, 2, 3, 4])):
             member = self.processes[self.random.choice(names), 1]
             fault = self.random.choice(
-                [self._kill, self._kill, self._freeze, self._cut, self._cut, self._hang, self._starve]
+                [self._kill, self._kill, self._freeze, self._cut, self._cut, self._hang, self._starve, self._crash]
             )
             self.later(self.random.random() * span_s, lambda fault=fault, member=member: fault(member))
         for number in range(self.random.choice([0, 0, 1, 2])):
@@ -303,6 +338,9 @@ class Simulation:
     def _starve(self, _: Member) -> None:
         self.busy_until = self.now + self.random.random() * 15
         self.later(self.busy_until - self.now, self._drain)
+
+    def _crash(self, _: Member) -> None:
+        self._restart()
 
     def _join(self, name: str) -> None:
         incarnation = max((i for n, i in self.processes if n == name), default=0) + 1

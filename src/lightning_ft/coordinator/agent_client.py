@@ -24,6 +24,10 @@ class AgentClient:
         settings: The job's settings.
         on_kill: Called with (member, incarnation, reason) of a process to kill.
 
+    Attributes:
+        stopped: Set once there will be no other view; `is_failed` if not because all members left in peace.
+        ended: Set once the job is over, with `job_status`.
+
     Threads: the event loop's.
     """
 
@@ -34,7 +38,12 @@ class AgentClient:
         self._on_kill = on_kill
         self._running: dict[str, int] = {}
         self._exits: list[events.Exited] = []
+        self._is_done = False
         self._is_connected = asyncio.Event()
+        self.stopped = asyncio.Event()
+        self.is_failed = False
+        self.ended = asyncio.Event()
+        self.job_status: int | None = None
         self._link = Link(
             endpoint,
             AGENT_PATH,
@@ -55,13 +64,17 @@ class AgentClient:
         """Note a process; said at the next connection."""
         self._running[member] = incarnation
 
-    def exited(self, member: str, incarnation: int, status: int, detail: str) -> None:
+    def exited(self, exited: events.Exited) -> None:
         """Report how a process ended; said again at each new connection, since it may have been lost."""
-        exited = events.Exited(member, incarnation, status, detail)
         self._exits.append(exited)
-        if self._running.get(member) == incarnation:
-            del self._running[member]
+        if self._running.get(exited.member) == exited.incarnation:
+            del self._running[exited.member]
         self._link.send(wire.encode(exited))
+
+    def done(self) -> None:
+        """Say that all processes have ended; also said again."""
+        self._is_done = True
+        self._link.send(wire.encode(wire.AgentDone()))
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything was handed to the kernel, connecting first if necessary.
@@ -88,6 +101,8 @@ class AgentClient:
     def _greet(self) -> Iterable[str]:
         yield wire.encode(wire.AgentHello(self._node, tuple(self._running.items())))
         yield from (wire.encode(exited) for exited in self._exits)
+        if self._is_done:
+            yield wire.encode(wire.AgentDone())
 
     def _on_frame(self, text: str) -> bool:
         try:
@@ -99,6 +114,12 @@ class AgentClient:
             self._link.interval_s = message.heartbeat_interval_s or self._link.interval_s
         elif isinstance(message, effects.Kill):
             self._on_kill(message.member, message.incarnation, message.reason)
+        elif isinstance(message, wire.JobStopped):
+            self.is_failed = message.is_failed
+            self.stopped.set()
+        elif isinstance(message, wire.JobEnded):
+            self.job_status = message.status
+            self.ended.set()
         return True
 
     def _on_change(self) -> None:

@@ -9,9 +9,12 @@ Everything happens on one event loop, one event at a time. No peer is ever waite
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -19,18 +22,20 @@ from aiohttp import web
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.accepted import CLOSING_TIME_S, Connection, RefusedError, accept
 from lightning_ft.coordinator.channel import AGENT_PATH, MEMBER_PATH
+from lightning_ft.coordinator.ending import Ending, Identity
 from lightning_ft.coordinator.probe import wait_until_refused
 from lightning_ft.event_log import DEFAULT_NAME, EventLog, last_line
-from lightning_ft.membership import effects, events, machine, state, wire
+from lightning_ft.faultpoints import reach
+from lightning_ft.membership import effects, events, machine, snapshot, state, wire
 from lightning_ft.membership.transitions import ALL_LEFT
 
 logger = logging.getLogger("lightning_ft")
 
-Identity = tuple[str, int]
-"""A member's logical id and incarnation."""
-
 START_TIMEOUT_S = 600.0
 """A member may take at least this long from the start of its process to its first sign of life."""
+
+_HOME = 0
+"""The node whose agent started the coordinator."""
 
 _FROM_ITSELF = (events.Hello, events.Parked, events.Leaving, events.Ready, events.Heartbeat)
 
@@ -43,12 +48,14 @@ class CoordinatorServer:
         expected_members: Logical ids of the members of the first view.
         token: Secret that peers must present.
         event_log: Where events go.
-        on_kill: Called for a kill if the member's node has no agent connected; None: the kill waits for an agent.
+        state_file: Where decisions are kept. If an earlier coordinator left some, this one goes on from there.
         clock: Monotonic seconds.
 
     Attributes:
-        stopped: Set once there will be no other view: all members left, or the core gave the job up (`is_failed`).
-        exits: Every process that ended, in order, as its agent said.
+        ended: Set once the job is over, and its status told: no member is connected, and no agent has processes.
+
+    Raises:
+        ValueError: `state_file` holds something else.
 
     Threads: one event loop's only.
     """
@@ -60,27 +67,36 @@ class CoordinatorServer:
         token: str,
         event_log: EventLog,
         *,
-        on_kill: Callable[[effects.Kill], None] | None = None,
+        state_file: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._token = token
         self._event_log = event_log
-        self._on_kill = on_kill
         self._clock = clock
-        self._state = state.initial(expected_members, clock(), max(settings.timeout, START_TIMEOUT_S))
+        self._state_file = state_file
+        start_timeout_s = max(settings.timeout, START_TIMEOUT_S)
+        if state_file is not None and state_file.exists():
+            saved = json.loads(state_file.read_text(encoding="utf-8"))
+            self._state = snapshot.load(saved["core"], clock(), settings.timeout, start_timeout_s)
+            self._ending = Ending((member, incarnation) for member, incarnation in saved["released"])
+            if saved["event_log"] is not None:
+                event_log.open(saved["event_log"])
+            event_log.resume(saved["lines"])
+            self.record("coordinator_restarted")
+        else:
+            self._state = state.initial(expected_members, clock(), start_timeout_s)
+            self._ending = Ending()
         self._members: dict[Identity, Connection] = {}
         self._agents: dict[int, Connection] = {}
-        self._kills: dict[Identity, effects.Kill] = {}
+        self._done: set[int] = set()
+        self._kills = {(kill.member, kill.incarnation): kill for kill in snapshot.pending_kills(self._state)}
         self._probes: dict[Identity, asyncio.Task[None]] = {}
-        self._released: set[Identity] = set()
         self._refusals: dict[str, str] = {}
-        self._changed = asyncio.Event()
         self._runner: web.AppRunner | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._is_closing = False
-        self.stopped = asyncio.Event()
-        self.exits: list[events.Exited] = []
+        self.ended = asyncio.Event()
 
     @property
     def generation(self) -> int:
@@ -97,34 +113,14 @@ class CoordinatorServer:
         """The current view's members, in order."""
         return tuple(self._state.view.members)
 
-    @property
-    def released(self) -> frozenset[Identity]:
-        """Who was let go after its last collective."""
-        return frozenset(self._released)
-
-    async def start(self, host: str | None = "127.0.0.1", port: int = 0) -> int:
-        """Listen and start to tick.
-
-        Args:
-            host: Interface; None: all.
-            port: 0: any free one.
-
-        Returns: The port.
-
-        Raises:
-            OSError: The address can't be bound.
-        """
+    async def start(self, listener: socket.socket) -> None:
+        """Accept connections on a listening socket, and start to tick."""
         application = web.Application()
         application.add_routes([web.get(MEMBER_PATH, self._serve_member), web.get(AGENT_PATH, self._serve_agent)])
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=CLOSING_TIME_S)
         await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, host, port, backlog=1024).start()
-        except OSError:
-            await self._runner.cleanup()
-            raise
+        await web.SockSite(self._runner, listener).start()
         self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
-        return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
         """Deliver what was said, close all connections, stop listening. Members keep training."""
@@ -138,17 +134,19 @@ class CoordinatorServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def wait_for_others(self, own_node: int) -> None:
-        """Wait until no member and no other node's agent is connected."""
-        while self._members or set(self._agents) - {own_node}:
-            self._changed.clear()
-            await self._changed.wait()
+    def end(self) -> None:
+        """Declare the job over, whoever is still there."""
+        if not self.ended.is_set():
+            status = self._ending.status
+            self.record("job_finished", status=status)
+            for agent in self._agents.values():
+                agent.send(wire.JobEnded(status))
+            self.ended.set()
 
-    async def wait_for_exits(self, identities: Collection[Identity]) -> None:
-        """Wait until an agent has reported the end of all these processes."""
-        while not set(identities) <= {(ended.member, ended.incarnation) for ended in self.exits}:
-            self._changed.clear()
-            await self._changed.wait()
+    def _end_if_over(self) -> None:
+        """The job is over when no member is connected and every agent has said that its processes have ended."""
+        if _HOME in self._done and not self._members and set(self._agents) <= self._done:
+            self.end()
 
     def record(self, event: str, member: str | None = None, **fields: Any) -> None:
         """Append a line about the current generation to the event log."""
@@ -173,9 +171,9 @@ class CoordinatorServer:
             connection.outbox.close()
             if identity is not None and self._members.get(identity) is connection:
                 del self._members[identity]
-                self._changed.set()
                 if not self._is_closing:
                     self._apply(events.Disconnected(*identity))
+                    self._end_if_over()
         return connection.websocket
 
     async def _serve_agent(self, request: web.Request) -> web.WebSocketResponse:
@@ -189,15 +187,18 @@ class CoordinatorServer:
                 message = _decode(text, wire.FROM_AGENT, None)
                 if isinstance(message, events.Exited):
                     self._on_exited(message, node)
+                elif isinstance(message, wire.AgentDone):
+                    self._done.add(node)
+                    self._end_if_over()
         except RefusedError as refusal:
             await connection.refuse(str(refusal))
         finally:
             connection.outbox.close()
             if node is not None and self._agents.get(node) is connection:
                 del self._agents[node]
-                self._changed.set()
                 if not self._is_closing:
                     logger.debug("the agent of node %d disconnected", node)
+                    self._end_if_over()
         return connection.websocket
 
     def _attach_member(self, connection: Connection, identity: Identity) -> None:
@@ -215,10 +216,16 @@ class CoordinatorServer:
         self._agents[hello.node] = connection
         if old is not None:
             old.replace()
+        self._done.discard(hello.node)  # until it says so again
         connection.send(wire.Welcome(self._settings.heartbeat_interval))
+        self._tell_stopped(connection)
         for identity in hello.incarnations:
             if identity in self._kills:
                 connection.send(self._kills[identity])
+
+    def _tell_stopped(self, agent: Connection) -> None:
+        if self._state.phase is state.Phase.STOPPED:
+            agent.send(wire.JobStopped(self._state.reason, is_failed=self.is_failed))
 
     # Receiving.
 
@@ -243,6 +250,7 @@ class CoordinatorServer:
         if report.event == "log_directory":
             if self._settings.event_log is None and isinstance(fields.get("path"), str):
                 self._event_log.open(f"{fields['path']}/{DEFAULT_NAME}")
+                self._save()
             return
         generation = fields.pop("generation", self.generation)
         if report.event == "failed":  # it has cut its connections and will come back to no collective
@@ -260,10 +268,8 @@ class CoordinatorServer:
         if exited.member.partition("/")[0] != str(node):
             logger.warning("dropped an exit of %s from the agent of node %d: not its member", exited.member, node)
             return
-        if any((seen.member, seen.incarnation) == identity for seen in self.exits):
-            return  # an agent that reconnects says again what may have been lost
-        self.exits.append(exited)
-        self._changed.set()
+        if not self._ending.note(exited):
+            return
         self._kills.pop(identity, None)
         self._end_probe(identity)
         self._event_log.write(
@@ -287,28 +293,62 @@ class CoordinatorServer:
     # Deciding and doing.
 
     def _apply(self, event: events.Event) -> None:
-        """Let the core decide, then do what it says. An event it can't take changes nothing."""
+        """Let the core decide, keep what it decided, then do what it says. An event it can't take changes nothing."""
+        before = self._state
         try:
-            self._state, todo = machine.step(self._settings, self._state, event, self._clock())
+            self._state, todo = machine.step(self._settings, before, event, self._clock())
         except Exception:
             logger.exception("the coordinator dropped %s", event)
             return
+        for effect in todo:
+            if isinstance(effect, effects.Release):
+                self._ending.released.add((effect.member, self._incarnation(effect.member, event)))
+        lines = [self._line(effect) for effect in todo if isinstance(effect, effects.Record)]
+        if snapshot.is_decision(before, self._state):
+            reach("decision.made")
+            self._save(lines)  # before anybody hears of it
+            reach("decision.saved")
+        for line in lines:
+            self._event_log.append(line)
         for effect in todo:
             try:
                 self._execute(effect, event)
             except Exception:
                 logger.exception("the coordinator failed to carry out %s", effect)
-        if self._state.phase is state.Phase.STOPPED and not self.stopped.is_set():
-            self.stopped.set()
-            for identity in list(self._probes):
-                self._end_probe(identity)
+        if self._state.phase is state.Phase.STOPPED and before.phase is not state.Phase.STOPPED:
+            self._stopped()
+
+    def _stopped(self) -> None:
+        for identity in list(self._probes):
+            self._end_probe(identity)
+        for agent in self._agents.values():
+            self._tell_stopped(agent)
+
+    def _line(self, record: effects.Record) -> str:
+        fields = dict(record.fields)
+        return self._event_log.line(record.event, generation=record.generation, member=record.member, **fields)
+
+    def _save(self, lines: Sequence[str] = ()) -> None:
+        if self._state_file is None:
+            return
+        log_path = self._event_log.path
+        saved = {
+            "core": snapshot.dump(self._state),
+            "released": sorted(self._ending.released),
+            "event_log": None if log_path is None else str(log_path),
+            "lines": [*self._event_log.unwritten(), *lines],
+        }
+        draft = self._state_file.with_suffix(".new")
+        try:
+            draft.write_text(json.dumps(saved), encoding="utf-8")
+            draft.replace(self._state_file)
+        except OSError as error:
+            logger.error("the coordinator can't keep its state in %s: %s", self._state_file, error)  # noqa: TRY400
 
     def _execute(self, effect: effects.Effect, cause: events.Event) -> None:
         match effect:
             case effects.Record():
-                self._event_log.write(
-                    effect.event, generation=effect.generation, member=effect.member, **dict(effect.fields)
-                )
+                pass  # it is in the event log already
             case effects.Refuse():
                 is_new = self._refusals.get(effect.member) != effect.reason
                 self._refusals[effect.member] = effect.reason
@@ -321,10 +361,7 @@ class CoordinatorServer:
             case effects.Evict():
                 self._send((effect.member, effect.incarnation), effect)
             case _:
-                identity = (effect.member, self._incarnation(effect.member, cause))
-                if isinstance(effect, effects.Release):
-                    self._released.add(identity)
-                self._send(identity, effect)
+                self._send((effect.member, self._incarnation(effect.member, cause)), effect)
 
     def _incarnation(self, member: str, cause: events.Event) -> int:
         """The one that the core means when it names a member alone: who asked, or who is waited for."""
@@ -336,6 +373,7 @@ class CoordinatorServer:
         return known.incarnation if known is not None and known.incarnation is not None else 0
 
     def _send(self, identity: Identity, message: wire.Message) -> None:
+        reach("member.told")
         connection = self._members.get(identity)
         if connection is None or not connection.send(message):
             logger.debug("%s is not connected to hear %s", identity, message)
@@ -344,8 +382,6 @@ class CoordinatorServer:
         agent = self._agents.get(int(kill.member.partition("/")[0]))
         if agent is not None:
             agent.send(kill)
-        elif self._on_kill is not None:
-            self._on_kill(kill)
         self._kills[kill.member, kill.incarnation] = kill  # again if the agent reconnects, until the exit is reported
 
     def _probe(self, probe: effects.Probe) -> None:

@@ -1,7 +1,7 @@
 """The agent: the process that a user starts. It starts one child per device, and ends with the job's status.
 
-The agent of node 0 also hosts the coordinator. An agent is never a rank, so that every rank is as mortal as any other.
-What a child finds in its environment:
+The agent of node 0 also keeps the coordinator running. An agent is never a rank, so that every rank is as mortal as any
+other. What a child finds in its environment:
 
     LIGHTNING_FT_COORDINATOR, LIGHTNING_FT_TOKEN     where the coordinator is, and the proof of belonging to the job
     LIGHTNING_FT_MEMBER, LIGHTNING_FT_INCARNATION    who it is (`node/slot`), and its how-manieth start this is
@@ -23,17 +23,16 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lightning_ft.config import ENV_PREFIX, Settings, parse_endpoint
 from lightning_ft.coordinator.agent_client import AgentClient
-from lightning_ft.coordinator.server import CoordinatorServer
+from lightning_ft.coordinator.ending import job_status
 from lightning_ft.errors import LaunchError
-from lightning_ft.event_log import EventLog
 from lightning_ft.launch import child as child_module
-from lightning_ft.launch.status import Exit, end_of, job_status
+from lightning_ft.launch.coordinator import CoordinatorProcess
+from lightning_ft.launch.status import end_of, in_words
+from lightning_ft.membership import events
 from lightning_ft.membership.ids import as_ranges, in_order
 
 logger = logging.getLogger("lightning_ft")
@@ -73,8 +72,7 @@ class Agent:
         num_slots: How many members this node has.
         settings: The job's settings.
         expected_members: Logical ids of all members the job starts with; sorted, they are the first ranks.
-        host_coordinator: Whether the coordinator runs in this process.
-        event_log: Where events go; None: a log at `settings.event_log`.
+        host_coordinator: Whether this agent runs the coordinator.
         cwd: Directory that the commands run in; None: this process's.
         termination_grace_time: Seconds a child may take to end when it is asked to.
     """
@@ -89,7 +87,6 @@ class Agent:
         settings: Settings,
         expected_members: Sequence[str],
         host_coordinator: bool,
-        event_log: EventLog | None = None,
         cwd: str | None = None,
         termination_grace_time: float = TERMINATION_GRACE_TIME_S,
     ) -> None:
@@ -100,14 +97,13 @@ class Agent:
         self._settings = settings
         self._expected = in_order(expected_members)
         self._host_coordinator = host_coordinator
-        self._event_log = event_log if event_log is not None else EventLog(settings.event_log)
         self._cwd = cwd
         self._grace_s = termination_grace_time
         self._token = os.environ.get(f"{ENV_PREFIX}TOKEN") or secrets.token_urlsafe(32)
         self._children: dict[str, _Child] = {}
         self._watchers: set[asyncio.Task[None]] = set()
-        self._exits: list[Exit] = []
-        self._server: CoordinatorServer | None = None
+        self._exits: list[events.Exited] = []
+        self._coordinator: CoordinatorProcess | None = None
         self._client: AgentClient | None = None
         self._num_interrupts = 0
         self._early_signals: list[signal.Signals] | None = []
@@ -133,7 +129,7 @@ class Agent:
         """
         with self._forwarded_signals(), _agent_pipe() as read_fd:
             try:
-                endpoint = await self._start_coordinator()
+                endpoint = self._start_coordinator()
                 self._client = AgentClient(endpoint, self._token, self._node, self._settings, self._kill)
                 self._client.start()
                 try:
@@ -149,24 +145,12 @@ class Agent:
     def _member(self, slot: int) -> str:
         return f"{self._node}/{slot}"
 
-    async def _start_coordinator(self) -> str:
-        configured = self._settings.coordinator
+    def _start_coordinator(self) -> str:
         if not self._host_coordinator:
-            return str(configured)
-        self._server = CoordinatorServer(self._settings, self._expected, self._token, self._event_log)
-        host, port = ("127.0.0.1", 0) if configured is None else parse_endpoint(configured)
-        is_local = host in ("127.0.0.1", "localhost", "::1")
-        try:
-            # The name that others use for this host may not be one that can be bound (NAT): listen on all interfaces.
-            port = await self._server.start(host if is_local else None, port)
-        except OSError as error:
-            raise LaunchError(
-                f"starting the coordinator failed: can't listen on {host}:{port}: {error.strerror}. "
-                "Choose another port with the setting coordinator."
-            ) from error
-        shown = {name: value for name, value in dataclasses.asdict(self._settings).items() if value is not None}
-        self._event_log.write("job_started", generation=0, members=list(self._expected), settings=shown)
-        return configured if configured is not None else f"127.0.0.1:{port}"
+            return str(self._settings.coordinator)
+        self._coordinator = CoordinatorProcess(self._settings.coordinator)
+        self._coordinator.start(self._job_environment())
+        return self._coordinator.endpoint
 
     def _start_children(self, endpoint: str, read_fd: int) -> None:
         common = self._common_environment(endpoint, read_fd)
@@ -181,8 +165,7 @@ class Agent:
             raise LaunchError(
                 f"starting {member} failed: {command[:1]} is no program. Check the command.", member=member
             )
-        if sys.platform.startswith("linux"):  # tie it to us before anything of the user's runs
-            command = [sys.executable, "-I", "-S", str(child_module.__file__), str(os.getpid()), *command]
+        command = child_module.tied_to_this_process(command)
         environment = {
             **os.environ,
             **common,
@@ -206,17 +189,18 @@ class Agent:
         logger.debug("[%s] process %d started (incarnation %d)", member, process.pid, incarnation)
         return child
 
-    def _common_environment(self, endpoint: str, read_fd: int) -> dict[str, str]:
+    def _job_environment(self) -> dict[str, str]:
         settings = {
             f"{ENV_PREFIX}{name.upper()}": str(value)
             for name, value in dataclasses.asdict(self._settings).items()
             if value is not None or name == "max_failures"  # "None" there means no limit, over any alias
         }
+        return {**settings, f"{ENV_PREFIX}TOKEN": self._token, f"{ENV_PREFIX}EXPECTED": as_ranges(self._expected)}
+
+    def _common_environment(self, endpoint: str, read_fd: int) -> dict[str, str]:
         environment = {
-            **settings,
+            **self._job_environment(),
             f"{ENV_PREFIX}COORDINATOR": endpoint,
-            f"{ENV_PREFIX}TOKEN": self._token,
-            f"{ENV_PREFIX}EXPECTED": as_ranges(self._expected),
             child_module.AGENT_FD_VARIABLE: str(read_fd),
             child_module.AGENT_PID_VARIABLE: str(os.getpid()),
             "NODE_RANK": str(self._node),
@@ -232,25 +216,28 @@ class Agent:
 
     async def _watch(self, child: _Child) -> None:
         """Follow one child to its end. A respawn under the next incarnation belongs at the end of this."""
-        ended = Exit(child.member, child.incarnation, await end_of(child.process))
+        status = await end_of(child.process)
+        ended = events.Exited(child.member, child.incarnation, status, in_words(status))
         self._exits.append(ended)
         logger.debug("[%s] process %d %s", child.member, child.process.pid, ended.detail)
         if self._client is not None:
-            self._client.exited(ended.member, ended.incarnation, ended.status, ended.detail)
-        child.end_rest(signal.SIGKILL if ended.status else signal.SIGTERM)
+            self._client.exited(ended)
+        child.end_rest(signal.SIGKILL if status else signal.SIGTERM)
 
     async def _wait(self) -> None:
         """Stay until all children ended, or had their time to do so after the coordinator gave the job up."""
-        if self._server is None:
-            await asyncio.wait(self._watchers)
-            return
+        assert self._client is not None
         all_ended = asyncio.create_task(asyncio.wait(self._watchers))
-        stopped = asyncio.create_task(self._server.stopped.wait())
+        stopped = asyncio.create_task(self._client.stopped.wait())
         await asyncio.wait((all_ended, stopped), return_when=asyncio.FIRST_COMPLETED)
         # Members of a failed job were told, say why and exit by themselves. Whoever was released may take its time.
-        await asyncio.wait((all_ended,), timeout=self._grace_s if self._server.is_failed else None)
+        await asyncio.wait((all_ended,), timeout=self._patience_s)
         all_ended.cancel()
         stopped.cancel()
+
+    @property
+    def _patience_s(self) -> float | None:
+        return self._grace_s if self._client is not None and self._client.is_failed else None
 
     async def _end_children(self) -> None:
         """Ask the children that are left to end, then make them."""
@@ -265,32 +252,25 @@ class Agent:
 
     async def _finish(self) -> int:
         """Deliver the last exits; stay for the other nodes if they need our coordinator."""
-        if self._client is not None:
+        assert self._client is not None
+        self._client.done()
+        own_status = job_status(self._exits, [(e.member, e.incarnation) for e in self._exits if e.status == 0])
+        if self._coordinator is None:
             await self._client.flush(self._settings.heartbeat_timeout)
-        if self._server is None:
-            return job_status(self._exits, frozenset((e.member, e.incarnation) for e in self._exits if e.status == 0))
-        mine = [(ended.member, ended.incarnation) for ended in self._exits]
-        await self._unless_given_up(self._server.wait_for_exits(mine), self._settings.heartbeat_timeout)
+            return own_status
         # The agents of other nodes end with their members; those of a failed job are not waited for for ever.
-        patience_s = self._grace_s if self._server.is_failed else None
-        await self._unless_given_up(self._server.wait_for_others(self._node), patience_s)
-        others = [Exit(e.member, e.incarnation, e.status) for e in self._server.exits if e.member not in self._children]
-        status = job_status([*others, *self._exits], self._server.released)
-        self._event_log.write("job_finished", generation=self._server.generation, status=status)
-        return status
-
-    async def _unless_given_up(self, waiting: Coroutine[Any, Any, None], patience_s: float | None) -> None:
-        tasks = (asyncio.create_task(waiting), asyncio.create_task(self._given_up.wait()))
-        await asyncio.wait(tasks, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
+        ended, given_up = asyncio.create_task(self._client.ended.wait()), asyncio.create_task(self._given_up.wait())
+        await asyncio.wait((ended, given_up), timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
+        await self._coordinator.end(self._settings.heartbeat_timeout)
+        ended.cancel()
+        given_up.cancel()
+        return own_status if self._client.job_status is None else self._client.job_status
 
     async def _close(self) -> None:
         if self._client is not None:
             await self._client.aclose()
-        if self._server is not None:
-            await self._server.stop()
-        await asyncio.to_thread(self._event_log.close)
+        if self._coordinator is not None:
+            await self._coordinator.end(self._settings.heartbeat_timeout)
 
     def _alive(self) -> list[_Child]:
         return [child for child in self._children.values() if child.process.returncode is None]
@@ -356,7 +336,6 @@ def run_agent(
     settings: Settings,
     expected_members: Sequence[str],
     host_coordinator: bool,
-    event_log: EventLog | None = None,
     cwd: str | None = None,
     termination_grace_time: float = TERMINATION_GRACE_TIME_S,
 ) -> int:
@@ -369,7 +348,6 @@ def run_agent(
         settings=settings,
         expected_members=expected_members,
         host_coordinator=host_coordinator,
-        event_log=event_log,
         cwd=cwd,
         termination_grace_time=termination_grace_time,
     )

@@ -50,6 +50,13 @@ def watch_agent() -> bool:
     return True
 
 
+def tied_to_this_process(command: list[str]) -> list[str]:
+    """Extend a command so that its process ends with this one, before anything of the user's runs (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return command
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent ends (Linux; elsewhere nothing), or now if it has already.
 

@@ -115,17 +115,25 @@ class Tally:
     admitting: int = 0
     proven: int = 0
 
-    def moved(self, before: Member, after: Member) -> Tally:
-        """The tally after one member of the view changed."""
-        was, now = before.status, after.status
+    @classmethod
+    def of(cls, members: Iterable[Member]) -> Tally:
+        """Count the members of a view."""
+        tally = cls()
+        for member in members:
+            tally = tally.moved(None, member)
+        return tally
+
+    def moved(self, before: Member | None, after: Member) -> Tally:
+        """The tally after one member of the view changed, or was counted for the first time."""
+        was, now = None if before is None else before.status, after.status
         return Tally(
             running=self.running - (was is Status.RUNNING) + (now is Status.RUNNING),
             parked=self.parked - (was is Status.PARKED) + (now is Status.PARKED),
             leaving=self.leaving - (was is Status.LEAVING) + (now is Status.LEAVING),
             gone=self.gone - (was is Status.GONE) + (now is Status.GONE),
             released=self.released - (was is Status.RELEASED) + (now is Status.RELEASED),
-            admitting=self.admitting - before.admits + after.admits,
-            proven=self.proven - before.is_proven + after.is_proven,
+            admitting=self.admitting - (before is not None and before.admits) + after.admits,
+            proven=self.proven - (before is not None and before.is_proven) + after.is_proven,
         )
 
 

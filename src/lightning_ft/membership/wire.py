@@ -80,6 +80,26 @@ class AgentHeartbeat:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AgentDone:
+    """All processes of the supervisor's node have ended, and it will start no other."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobStopped:
+    """Said to agents: there will be no other view. `is_failed` unless all members left in peace."""
+
+    reason: str
+    is_failed: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobEnded:
+    """Said to agents: the job is over, with this exit status."""
+
+    status: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Welcome:
     """The coordinator's answer to `hello`, `ready` and `agent_hello`."""
 
@@ -96,6 +116,9 @@ Message = (
     | Report
     | AgentHello
     | AgentHeartbeat
+    | AgentDone
+    | JobStopped
+    | JobEnded
     | Welcome
     | effects.Suspend
     | effects.CommitView
@@ -108,7 +131,7 @@ Message = (
 )
 
 FROM_MEMBER = (events.Hello, events.Parked, events.Leaving, events.Heartbeat, events.Ready, Report)
-FROM_AGENT = (AgentHello, AgentHeartbeat, events.Exited)
+FROM_AGENT = (AgentHello, AgentHeartbeat, AgentDone, events.Exited)
 TO_MEMBER = (
     Welcome,
     effects.Suspend,
@@ -119,7 +142,7 @@ TO_MEMBER = (
     effects.Stop,
     effects.AnnounceJoin,
 )
-TO_AGENT = (Welcome, effects.Kill)
+TO_AGENT = (Welcome, effects.Kill, JobStopped, JobEnded)
 
 
 def encode(message: Message) -> str:
@@ -300,6 +323,9 @@ _SCHEMAS: tuple[_Schema, ...] = (
     _schema("agent_hello", AgentHello, {"node": read.read_natural, "incarnations": read.read_incarnations}),
     _schema("exited", events.Exited, {**_IDENTITY, "status": read.read_status, "detail": read.read_text}),
     _schema("heartbeat", AgentHeartbeat, {}),
+    _schema("done", AgentDone, {}),
+    _schema("job_stopped", JobStopped, {"reason": read.read_text, "is_failed": read.read_flag}),
+    _schema("job_ended", JobEnded, {"status": read.read_status}),
     _schema("welcome", Welcome, {"heartbeat_interval_s": read.read_seconds}),
     _schema("suspend", effects.Suspend, {"generation": read.read_natural, "reason": read.read_text}),
     _schema(

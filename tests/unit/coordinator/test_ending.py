@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ft.launch.status import Exit, job_status
+from lightning_ft.coordinator.ending import job_status
+from lightning_ft.membership import events
 
 EITHER = frozenset({("0/0", 1), ("0/1", 1)})
 ONLY_0 = frozenset({("0/0", 1)})
@@ -41,12 +42,5 @@ NOBODY: frozenset[tuple[str, int]] = frozenset()
 def test_job_status(statuses: tuple[int, ...], released: frozenset[tuple[str, int]], expected: int) -> None:
     """0 if a released member succeeded and none failed, else the last failure."""
     order = ("0/1", "0/0") if len(statuses) == 2 else ()
-    exits = [Exit(member, 1, status) for member, status in zip(order, statuses, strict=True)]
+    exits = [events.Exited(member, 1, status, "") for member, status in zip(order, statuses, strict=True)]
     assert job_status(exits, released) == expected
-
-
-def test_exit_is_told_in_words() -> None:
-    """For the event log."""
-    assert Exit("0/0", 1, -9).detail == "killed by SIGKILL"
-    assert Exit("0/0", 1, 3).detail == "exited with status 3"
-    assert Exit("0/0", 1, -200).detail == "killed by signal 200"

@@ -1,0 +1,56 @@
+"""When a job is over, and with which status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning_ft.membership import events
+
+Identity = tuple[str, int]
+"""A member's logical id and incarnation."""
+
+
+class Ending:
+    """How the job's processes ended, and who says that no other will.
+
+    Attributes:
+        exits: Every process that ended, in order, as its agent said.
+        released: The members that were let go after their last collective.
+
+    Threads: the event loop's.
+    """
+
+    def __init__(self, released: Iterable[Identity] = ()) -> None:
+        self.exits: list[events.Exited] = []
+        self.released: set[Identity] = set(released)
+
+    def note(self, exited: events.Exited) -> bool:
+        """Take an exit in. Returns: False if it was said before, as an agent that reconnects does."""
+        if any((seen.member, seen.incarnation) == (exited.member, exited.incarnation) for seen in self.exits):
+            return False
+        self.exits.append(exited)
+        return True
+
+    @property
+    def status(self) -> int:
+        """The job's exit status, as far as it has ended."""
+        return job_status(self.exits, self.released)
+
+
+def job_status(exits: Sequence[events.Exited], released: Iterable[Identity]) -> int:
+    """Exit status of a job.
+
+    Args:
+        exits: How its processes ended, in order of time.
+        released: The members that the coordinator let go after their last collective.
+
+    Returns: 0 if a released member succeeded and none failed; else the last failure's status, 128 + n for signal n.
+    """
+    known = set(released)
+    finished = [ended.status for ended in exits if (ended.member, ended.incarnation) in known]
+    if finished and not any(finished):
+        return 0
+    failed = [ended.status for ended in exits if ended.status != 0]
+    if not failed:
+        return 0
+    return failed[-1] if failed[-1] > 0 else 128 - failed[-1]

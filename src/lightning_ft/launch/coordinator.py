@@ -1,0 +1,128 @@
+"""Keeps the coordinator's process running."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from lightning_ft import errors
+from lightning_ft.config import parse_endpoint
+from lightning_ft.launch import child
+from lightning_ft.launch.status import end_of, in_words
+
+logger = logging.getLogger("lightning_ft")
+
+_BOOT = """
+import sys, types
+package = types.ModuleType("lightning_ft")  # without what the package's __init__ imports: torch, which takes seconds
+package.__path__ = [sys.argv[1]]
+sys.modules["lightning_ft"] = package
+from lightning_ft.coordinator.standalone import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+_PACKAGE = str(Path(errors.__file__).parent)
+
+_HEALTHY_LIFE_S = 5.0
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 5.0
+
+
+class CoordinatorProcess:
+    """The coordinator of a job, started again on the same port whenever it dies.
+
+    Args:
+        endpoint: `host:port` to listen on; None: loopback, any port.
+
+    Attributes:
+        endpoint: Where it is reached.
+
+    Raises:
+        LaunchError: The address can't be bound.
+
+    Threads: the event loop's.
+    """
+
+    def __init__(self, endpoint: str | None) -> None:
+        host, port = ("127.0.0.1", 0) if endpoint is None else parse_endpoint(endpoint)
+        try:
+            self._listener = _listen(host, port)
+        except OSError as error:
+            raise errors.LaunchError(
+                f"starting the coordinator failed: can't listen on {host}:{port}: {error.strerror}. "
+                "Choose another port with the setting coordinator."
+            ) from error
+        self.endpoint = endpoint if endpoint is not None else f"{host}:{self._listener.getsockname()[1]}"
+        self._directory = tempfile.TemporaryDirectory(prefix="lightning_ft-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the present coordinator."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Start it, and again whenever it dies; call it in the main thread."""
+        self._keeper = asyncio.get_running_loop().create_task(
+            self._keep({**os.environ, **environment, "LIGHTNING_FT_MEMBER": "coordinator"})
+        )
+
+    async def end(self, patience_s: float) -> None:
+        """Have it declare the job over, and wait until it has ended; it is killed if that takes too long."""
+        process, keeper = self._process, self._keeper
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                async with asyncio.timeout(patience_s):
+                    await end_of(process)
+            except TimeoutError:
+                process.kill()
+                await end_of(process)
+        self._listener.close()
+        self._directory.cleanup()
+
+    async def _keep(self, environment: Mapping[str, str]) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            started_s = time.monotonic()
+            self._process = self._spawn(environment)
+            status = await end_of(self._process)
+            if status == 0:
+                return  # the job is over
+            logger.warning("the coordinator was %s; starting it again", in_words(status))
+            environment = {name: text for name, text in environment.items() if name != "LIGHTNING_FT_FAIL_AT"}
+            pause_s = (
+                _FIRST_PAUSE_S if time.monotonic() - started_s > _HEALTHY_LIFE_S else min(2 * pause_s, _LONGEST_PAUSE_S)
+            )
+            await asyncio.sleep(pause_s)
+
+    def _spawn(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        descriptor = self._listener.fileno()
+        command = [sys.executable, "-P", "-c", _BOOT, _PACKAGE, "--listener", str(descriptor)]
+        command += ["--state", str(Path(self._directory.name) / "state.json")]
+        return subprocess.Popen(
+            child.tied_to_this_process(command), env=dict(environment), pass_fds=(descriptor,), start_new_session=True
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen on loopback, or, for any other name of this host, on all interfaces: it may not be one to bind (NAT)."""
+    if host in ("127.0.0.1", "localhost"):
+        return socket.create_server(("127.0.0.1", port), backlog=1024)
+    if host == "::1":
+        return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", port), backlog=1024)
