@@ -151,12 +151,12 @@ class MembershipMachine(RuleBasedStateMachine):
         incarnation=incarnations,
         behind=st.sampled_from([0, 0, 0, 0, -1, 1]),
         completed=st.integers(4, 5),
-        reason=st.sampled_from(["connection", "timeout", "join"]),
+        reason=st.sampled_from(["connection", "join"]),
     )
     def park(self, member: str, incarnation: int, behind: int, completed: int, reason: str) -> None:
         """A member waits for a view."""
         generation = max(0, self.state.generation + behind)
-        self.feed(events.Parked(member, incarnation, generation, completed, reason, 6.0, reason == "join"))
+        self.feed(events.Parked(member, incarnation, generation, completed, reason, reason == "join"))
 
     @rule(reason=st.sampled_from(["connection", "join"]))
     def everybody_parks(self, reason: str) -> None:
@@ -165,7 +165,7 @@ class MembershipMachine(RuleBasedStateMachine):
         for member in self.views[generation].members:
             record = self.state.members[member]
             if record.status is Status.RUNNING and record.incarnation and self.state.generation == generation:
-                self.feed(events.Parked(member, record.incarnation, generation, 5, reason, 0.0, reason == "join"))
+                self.feed(events.Parked(member, record.incarnation, generation, 5, reason, reason == "join"))
 
     @rule(member=names, incarnation=incarnations, behind=generations, completed=st.integers(4, 5))
     def leave(self, member: str, incarnation: int, behind: int, completed: int) -> None:
@@ -182,13 +182,16 @@ class MembershipMachine(RuleBasedStateMachine):
         """An agent reports."""
         self.feed(events.Exited(member, incarnation, 1, "exited with status 1"))
 
-    @rule(seconds=st.sampled_from([0.5, 1.0, 1.5, 4.0]), alive=st.sets(names))
-    def pass_time(self, seconds: float, alive: set[str]) -> None:
+    @rule(
+        seconds=st.sampled_from([0.5, 1.0, 1.5, 4.0]),
+        alive=st.dictionaries(names, st.tuples(st.sampled_from([None, 0.0, 9.0]), st.sampled_from([0.0, 9.0]))),
+    )
+    def pass_time(self, seconds: float, alive: dict[str, tuple[float | None, float]]) -> None:
         """Some members are heard of, then the clock ticks."""
         self.now_s += seconds
         for member in sorted(alive):
             record = self.state.members.get(member)
-            self.feed(events.Heartbeat(member, (record and record.incarnation) or 1))
+            self.feed(events.Heartbeat(member, (record and record.incarnation) or 1, 0, *alive[member]))
         self.feed(events.Tick())
 
 

@@ -83,6 +83,7 @@ class Member:
         self.plan: settle.SettlePlan | None = None
         self.finished: dict[int, Result] = {}
         self.num_finished_when_gone: int | None = None
+        self.progress_s = sim.now
 
     def __repr__(self) -> str:
         return f"{self.name}#{self.incarnation}"
@@ -150,7 +151,7 @@ class Member:
             self.severed = True
             self.group.broken_by(self)
 
-    def _fail(self, reason: str, waited_s: float = 0.0) -> None:
+    def _fail(self, reason: str) -> None:
         """The sever freed the training thread from the inner group: park, unless the work succeeded in spite of it."""
         if self.is_stuck or self.mode not in (Mode.IN_NUMBER, Mode.ESTABLISHING):
             return
@@ -159,19 +160,17 @@ class Member:
         if self.mode is Mode.IN_NUMBER and group.all_entered(self.operation()) and self.sim.chance(0.3):
             self._finish_number(group)
             return
-        self.sim.later(self.sim.delay(), lambda: self.sim.at(self, lambda: self._park_from(group, reason, waited_s)))
+        self.sim.later(self.sim.delay(), lambda: self.sim.at(self, lambda: self._park_from(group, reason)))
         self.mode = Mode.PARKED
         self.park = None
 
-    def _park_from(self, group: Group, reason: str, waited_s: float) -> None:
+    def _park_from(self, group: Group, reason: str) -> None:
         if self.group is group and self.mode is Mode.PARKED:
-            self._park(reason, waited_s=waited_s)
+            self._park(reason)
 
-    def _park(self, reason: str, *, waited_s: float = 0.0, admits: bool = False) -> None:
+    def _park(self, reason: str, *, admits: bool = False) -> None:
         self.mode = Mode.PARKED
-        self.park = events.Parked(
-            self.name, self.incarnation, self.given, self.completed or 0, reason, waited_s, admits
-        )
+        self.park = events.Parked(self.name, self.incarnation, self.given, self.completed or 0, reason, admits)
         self.send(self.park)
 
     def broken(self, group: Group) -> None:
@@ -182,11 +181,13 @@ class Member:
             self.sever()
             self._fail("connection")
 
-    def timed_out(self, group: Group, operation: tuple[object, ...], waited_s: float) -> None:
-        """It waited in vain for the others to enter."""
-        if self.group is group and self.mode in (Mode.IN_NUMBER, Mode.ESTABLISHING) and group.last(self) == operation:
-            self.sever()
-            self._fail("timeout", waited_s)
+    def heartbeat(self) -> events.Heartbeat:
+        """Say whether it waits, and since when it shows no progress."""
+        if not self.is_stuck and self.mode is Mode.COMPUTING:
+            self.progress_s = self.sim.now
+        waits = self.mode in (Mode.IN_NUMBER, Mode.ESTABLISHING) and not self.is_stuck
+        waits_s = self.sim.now - self.progress_s if waits else None
+        return events.Heartbeat(self.name, self.incarnation, 0, waits_s, self.sim.now - self.progress_s)
 
     def _given_view(self, view: effects.CommitView) -> None:
         if view.generation <= self.given:
@@ -211,6 +212,7 @@ class Member:
     def issue(self, operation: tuple[object, ...], payload: object = None) -> None:
         """Enter an operation of the inner group."""
         assert self.group is not None
+        self.progress_s = self.sim.now
         self.sim.reached(self, str(operation[0]))
         if self.alive and not self.frozen:
             self.group.enter(self, operation, payload)

@@ -73,8 +73,6 @@ class Group:
                 assert other[len(issued) - 1] == operation, f"I9: {member} issues {operation}, others {other}"
         self._entered[operation][member.name] = payload
         self._present[member.name] = member
-        timeout_s = self.sim.settings.timeout
-        self.sim.later(timeout_s, lambda: self.sim.at(member, lambda: self._timeout(member, operation, timeout_s)))
         if self.all_entered(operation):
             for other in self._present.values():
                 self._schedule(other, lambda other=other: other.succeeded(self, operation))
@@ -83,10 +81,6 @@ class Group:
 
     def _schedule(self, member: Member, action: Callable[[], None]) -> None:
         self.sim.later(self.sim.delay(), lambda: self.sim.at(member, action))
-
-    def _timeout(self, member: Member, operation: tuple[object, ...], waited_s: float) -> None:
-        if not self.all_entered(operation):
-            member.timed_out(self, operation, waited_s)
 
     def all_entered(self, operation: tuple[object, ...]) -> bool:
         """Whether everybody's data is there."""

@@ -203,7 +203,7 @@ class Simulation:
         self.later(self.busy_until - self.now, self._drain)
         for connection in open_connections:
             connection.drop(self.busy_until - self.now + self.random.random())
-        self.state = snapshot.load(self.saved, self.now, self.settings.timeout, self.settings.timeout)
+        self.state = snapshot.load(self.saved, self.now, self.settings.heartbeat_timeout, self.settings.timeout)
         self._check_tally()
         for kill in snapshot.pending_kills(self.state):
             self._execute(kill)
@@ -232,7 +232,7 @@ class Simulation:
         if member.alive:
             self.later(1.0, lambda: self._heartbeat(member))
             if not member.frozen and member.mode is not Mode.ENDED and member.connection is not None:
-                member.send(events.Heartbeat(member.name, member.incarnation))
+                member.send(member.heartbeat())
 
     def die(self, member: Member) -> None:
         """A process ends: its sockets close one by one, and its agent sees the exit, in any order."""

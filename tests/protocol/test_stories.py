@@ -52,7 +52,7 @@ class Story:
             case "hello":
                 return events.Hello(member, 1, int(words[0]), Address(f"host-{member}", 1))
             case "park":
-                return events.Parked(member, 1, generation, int(words[0]), words[1], 0.0, "admits" in words)
+                return events.Parked(member, 1, generation, int(words[0]), words[1], "admits" in words)
             case "leave":
                 return events.Leaving(member, 1, generation, int(words[0]))
             case "ready":

@@ -47,7 +47,7 @@ def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
             "as a member of a job. Start the script with `lightning-ft run --nproc-per-node N script.py`, or use "
             'Trainer(strategy="ft_ddp"), which starts the processes itself.'
         )
-    transport = GlooTransport(reachable_host(), settings.timeout)
+    transport = GlooTransport(reachable_host(), settings.heartbeat_timeout, settings.heartbeat_timeout)
     member = os.environ["LIGHTNING_FT_MEMBER"]
     client = MembershipClient(
         endpoint=os.environ["LIGHTNING_FT_COORDINATOR"],

@@ -1,7 +1,7 @@
 """Make, break and free inner Gloo groups.
 
 All that depends on Gloo's own behaviour is here. Private API read in torch 2.13.0: `ProcessGroupGloo._Options`,
-`_devices`, `_timeout` (tests/unit/comm/test_gloo.py fails clearly if they change).
+`_devices`, `_timeout`, `_set_default_timeout` (tests/unit/comm/test_gloo.py fails clearly if they change).
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ft.comm.sockets import Descriptor, ForkGuard, open_sockets, ports, shut_down
+from lightning_ft.comm.sockets import Descriptor, ForkGuard, open_sockets, ports, shut_down, tune
 from lightning_ft.membership.events import Address
 
 _LOOK = datetime.timedelta(seconds=1)
 """How often a blocked wait looks whether its group was severed meanwhile; costs nothing."""
+
+_FOREVER = datetime.timedelta(days=365)
 
 _GRACE_S = 5.0
 """After so long a severed group's work is lost: others fail within milliseconds."""
@@ -112,12 +114,15 @@ class GlooTransport:
 
     Args:
         host: Address of this machine that the other members can reach.
-        timeout_s: How long an inner collective may take.
+        build_timeout_s: How long the members may take to meet. An inner collective may take any time: who hangs is the
+            coordinator's to judge, who sees all.
+        silence_s: After how long the kernel gives up a peer whose host does not answer.
     """
 
-    def __init__(self, host: str, timeout_s: float) -> None:
+    def __init__(self, host: str, build_timeout_s: float, silence_s: float) -> None:
         self.host = host
-        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._timeout = datetime.timedelta(seconds=build_timeout_s)
+        self._silence_s = silence_s
         before = open_sockets()
         listener = socket.create_server((host, 0))
         self._store = dist.TCPStore(  # given a listener, it does not listen on every interface
@@ -213,8 +218,11 @@ class GlooTransport:
         options._devices = [self._device]
         options._timeout = self._timeout
         group = dist.ProcessGroupGloo(prefixed, rank, size, options)
+        group._set_default_timeout(_FOREVER)
         listeners = prefixed.multi_get([f"listener/{peer}" for peer in range(size)])
         opened = _ring_sockets(open_sockets() - before, self._listener_port, [int(port) for port in listeners])
+        opened = tuple(opened)
+        tune(opened, self._silence_s)
         return InnerGroup(group, store, {*opened, *build.sockets})
 
 

@@ -19,6 +19,7 @@ from lightning_ft.comm.live_view import LiveView
 from lightning_ft.comm.operations import Kind, Operation, Place
 from lightning_ft.comm.sequence import CollectiveSequence, Settled
 from lightning_ft.config import Settings
+from lightning_ft.coordinator.activity import Activity
 from lightning_ft.coordinator.client import MembershipClient, NextView
 from lightning_ft.errors import FaultToleranceError
 from lightning_ft.faultpoints import reach
@@ -82,6 +83,11 @@ class Ring:
     # -- what the group's methods need ------------------------------------------------------------------------------
 
     @property
+    def activity(self) -> Activity:
+        """Where progress is said."""
+        return self._client.activity
+
+    @property
     def view(self) -> LiveView:
         """The view that this member is in."""
         assert self._view is not None, "the ring was not started"
@@ -106,7 +112,7 @@ class Ring:
         """
         self._client.start()
         with self._lock:
-            self._recover("start", 0.0)
+            self._recover("start")
             self._recovery = None
 
     def submit(self, sequence: CollectiveSequence, operation: Operation) -> None:
@@ -242,19 +248,22 @@ class Ring:
     def _finish(self, sequence: CollectiveSequence, operation: Operation) -> None:
         while not operation.is_final:
             if sequence.works is None:
-                self._recover_from(sequence, operation, RingBrokenError("it could not be started"))
+                self._recover_from(operation, RingBrokenError("it could not be started"))
                 continue
             try:
                 sequence.finish()
             except _BROKEN as error:
                 sequence.note_failure(error)
-                self._recover_from(sequence, operation, error)
+                self._recover_from(operation, error)
             else:
                 self._finalized(sequence, operation)
                 reach(f"{operation.name}.done")
 
     def _complete(self, sequence: CollectiveSequence, operation: Operation) -> None:
-        self._finish(sequence, operation)
+        if not operation.is_final:
+            self.activity.wait(f"{operation.name} {operation.number} of {sequence.name}")
+            self._finish(sequence, operation)
+            self.activity.go_on()
         if sequence.show(operation):
             for callback in self.on_renumbered:
                 callback()
@@ -280,15 +289,11 @@ class Ring:
 
     # -- recovering -------------------------------------------------------------------------------------------------
 
-    def _recover_from(self, sequence: CollectiveSequence, operation: Operation, error: Exception) -> None:
-        waited_s = time.monotonic() - sequence.pending_since_s
-        reason = "suspended" if self.view.is_severed else "connection"
-        if waited_s >= self.settings.timeout:
-            reason = "timeout"
+    def _recover_from(self, operation: Operation, error: Exception) -> None:
         _log.debug("[%s g%d] %s broke: %s", self.member, self.view.generation, operation.name, error)
-        self._recover(reason, waited_s)
+        self._recover("suspended" if self.view.is_severed else "connection")
 
-    def _recover(self, reason: str, waited_s: float) -> None:
+    def _recover(self, reason: str) -> None:
         recovery = self._recovery = self._recovery or Recovery(time.monotonic())
         while True:
             recovery.rounds += 1
@@ -296,14 +301,14 @@ class Ring:
             self._break_view()
             reach("recover.park")
             started_s = time.monotonic()
-            view = self._take(self._client.park(self.world.completed, reason, waited_s))
+            view = self._take(self._client.park(self.world.completed, reason))
             parked_s = time.monotonic()
             recovery.park_s += parked_s - started_s
             try:
                 self._establish(view, recovery)
             except (RingBrokenError, RuntimeError) as error:
                 _log.debug("[%s g%d] establishing failed: %s", self.member, view.generation, error)
-                reason, waited_s = "connection", 0.0
+                reason = "connection"
                 continue
             return
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -61,7 +60,6 @@ class CollectiveSequence:
         self.completed = 0
         self.visible = visible
         self.pending: Operation | None = None
-        self.pending_since_s = 0.0
         self.works: Sequence[dist.Work] | None = None
         self.place: Place | None = None
         self._kept: Operation | None = None
@@ -87,7 +85,6 @@ class CollectiveSequence:
         operation.number = self.completed + 1
         operation.members = visible
         self.pending = operation
-        self.pending_since_s = time.monotonic()
         self.works = None
 
     def start(self) -> None:

@@ -11,6 +11,8 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
 
+from lightning_ft.coordinator.channel import notice_silence
+
 _DESCRIPTORS = "/proc/self/fd"
 
 
@@ -62,6 +64,13 @@ def shut_down(descriptors: Iterable[Descriptor]) -> None:
         with contextlib.suppress(OSError), _borrow(descriptor) as borrowed:
             borrowed.getpeername()  # a listener has no peer: it belongs to all views and stays
             borrowed.shutdown(socket.SHUT_RD)
+
+
+def tune(descriptors: Iterable[Descriptor], silence_s: float) -> None:
+    """Have the kernel end these connections if a peer's host is silent for so long."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError), _borrow(descriptor) as borrowed:
+            notice_silence(borrowed, silence_s)
 
 
 @contextlib.contextmanager

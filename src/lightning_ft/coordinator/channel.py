@@ -38,8 +38,12 @@ def bearer(token: str) -> str:
 def tune(websocket: WebSocket, timeout_s: float) -> None:
     """Send without delay, and have the kernel notice within `timeout_s` that the peer's host is unreachable."""
     sock = socket_of(websocket)
-    if sock is None:
-        return
+    if sock is not None:
+        notice_silence(sock, timeout_s)
+
+
+def notice_silence(sock: socket.socket | asyncio.trsock.TransportSocket, timeout_s: float) -> None:
+    """Have the kernel end a TCP connection whose peer's host acknowledges nothing for `timeout_s`, whatever is sent."""
     options = [(socket.IPPROTO_TCP, "TCP_NODELAY", 1), (socket.SOL_SOCKET, "SO_KEEPALIVE", 1)]
     num_probes = 3
     pause_s = max(1, int(timeout_s / (num_probes + 1)))

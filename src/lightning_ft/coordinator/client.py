@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from lightning_ft.config import Settings
+from lightning_ft.coordinator.activity import Activity
 from lightning_ft.coordinator.channel import MEMBER_PATH
 from lightning_ft.coordinator.enrolment import Enrolment, Left, NextView, Resync, Sever, checked
 from lightning_ft.coordinator.link import Link
@@ -53,6 +54,7 @@ class MembershipClient:
 
     Attributes:
         step: Gradient steps committed so far; the next heartbeat tells it.
+        activity: What this process is doing; as well.
 
     Threads: any, except that only one at a time may be in `park` or `leave`.
     """
@@ -75,6 +77,7 @@ class MembershipClient:
         self.on_suspend = on_suspend
         self.on_leaving = on_leaving
         self.step = 0
+        self.activity = Activity()
         self._settings = settings
         self._changed = threading.Condition()
         self._enrolment = Enrolment(events.Hello(member, incarnation, 0, address, os.getpid()), tuple(expected))
@@ -88,7 +91,7 @@ class MembershipClient:
             greet=self._greet,
             on_frame=self._on_frame,
             on_change=self._on_change,
-            heartbeat=lambda: wire.encode(events.Heartbeat(member, incarnation, int(self.step))),
+            heartbeat=lambda: wire.encode(events.Heartbeat(member, incarnation, int(self.step), *self.activity.told())),
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -133,13 +136,12 @@ class MembershipClient:
         self._thread.start()
         ready.wait()
 
-    def park(self, completed: int, reason: str, waited_s: float = 0.0, *, admits: bool = False) -> NextView:
+    def park(self, completed: int, reason: str, *, admits: bool = False) -> NextView:
         """Stop in the current view, and wait for a newer one.
 
         Args:
             completed: Number of the last collective that is final here.
-            reason: `start`, `connection`, `suspended`, `timeout`, `leave` or `join`.
-            waited_s: How long the collective that failed had been waited for.
+            reason: `start`, `connection`, `suspended`, `leave` or `join`.
             admits: Whether this is a boundary where joiners may be admitted.
 
         Returns: The view to establish; this member is in it.
@@ -153,7 +155,7 @@ class MembershipClient:
         """
         with self._changed:
             self._raise_if_over()
-            self._enrolment.park(completed, reason, waited_s, admits=admits)
+            self._enrolment.park(completed, reason, admits=admits)
             self._post(self._send_request)
             while True:
                 following = self._enrolment.collect()

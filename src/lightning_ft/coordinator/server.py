@@ -78,7 +78,7 @@ class CoordinatorServer:
         start_timeout_s = max(settings.timeout, START_TIMEOUT_S)
         if state_file is not None and state_file.exists():
             saved = json.loads(state_file.read_text(encoding="utf-8"))
-            self._state = snapshot.load(saved["core"], clock(), settings.timeout, start_timeout_s)
+            self._state = snapshot.load(saved["core"], clock(), settings.heartbeat_timeout, start_timeout_s)
             self._ending = Ending((member, incarnation) for member, incarnation in saved["released"])
             if saved["event_log"] is not None:
                 event_log.open(saved["event_log"])

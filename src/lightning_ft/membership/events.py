@@ -43,8 +43,7 @@ class Parked:
 
     Attributes:
         generation: The last view that this member was given (0 before the first).
-        reason: `start`, `connection`, `suspended`, `timeout`, `leave` or `join`.
-        waited_s: How long it had been waiting in the collective that failed.
+        reason: `start`, `connection`, `suspended`, `leave` or `join`.
         admits: Whether it stands at a boundary where joiners may be admitted.
     """
 
@@ -53,7 +52,6 @@ class Parked:
     generation: int
     completed: int
     reason: str
-    waited_s: float = 0.0
     admits: bool = False
 
 
@@ -79,11 +77,21 @@ class Ready:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A member is alive. `step` is the number of gradient steps that it committed."""
+    """A member is alive.
+
+    Attributes:
+        step: Number of gradient steps that it committed.
+        waits_s: How long it has been waiting for others in the collective that it is in; None if it is in none.
+        idle_s: How long it has shown no progress: has entered and finished no collective, and said nothing else.
+        doing: What it is doing, for a person: `training_step`, `reduction 12`.
+    """
 
     member: str
     incarnation: int
     step: int = 0
+    waits_s: float | None = None
+    idle_s: float = 0.0
+    doing: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

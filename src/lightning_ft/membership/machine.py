@@ -3,12 +3,10 @@
 One function per event, found in a table. Rules (PROTOCOL.md section 3) and where they are:
 
     C1, C3, C4, C6   `transitions`, `quorum`
-    C2               `_on_exited`, `_on_disconnected`, `_on_probe_refused`, `_on_tick`
+    C2               `_on_exited`, `_on_disconnected`, `_on_probe_refused`, `deadlines`
     C5               `_live_sender`, `_is_stale`
     C7               `_on_ready`, `transitions.commit`
-    C8               `_account_for_starvation`
-
-Not covered: taking a job over from an earlier coordinator. Messages of a higher generation are refused.
+    C8               `deadlines`
 
 An event that is illegal or too late changes nothing and yields `Refuse`, followed by what its sender is to be told.
 """
@@ -20,13 +18,10 @@ from typing import Any
 
 from lightning_ft.config import Settings
 from lightning_ft.membership import effects, events
+from lightning_ft.membership.deadlines import judge
 from lightning_ft.membership.effects import Cause, Effect
-from lightning_ft.membership.ids import in_order
 from lightning_ft.membership.state import Joiner, Member, Phase, State, Status
 from lightning_ft.membership.transitions import Turn, announce_joiners, conclude, gone, repeat_view, suspend
-
-TIMEOUT_REASON = "timeout"
-"""The reason of a park whose sender waited in vain for a member that may hang."""
 
 _FromMember = events.Hello | events.Parked | events.Leaving | events.Heartbeat
 
@@ -60,7 +55,10 @@ def _on_hello(turn: Turn, event: events.Hello) -> None:
         turn.record(
             "member_joined", event.member, incarnation=event.incarnation, host=event.address.host, pid=event.pid
         )
-    member = turn.put(member, incarnation=event.incarnation, address=event.address, **_heard(turn))
+    progress_s = turn.clock_s if member.progress_s is None else member.progress_s
+    member = turn.put(
+        member, incarnation=event.incarnation, address=event.address, progress_s=progress_s, **_heard(turn)
+    )
     _catch_up(turn, member, event.generation)
 
 
@@ -73,8 +71,7 @@ def _on_parked(turn: Turn, event: events.Parked) -> None:
         return
     turn.put(member, status=Status.PARKED, completed=event.completed, admits=event.admits, **_heard(turn))
     if turn.state.phase is Phase.HEALTHY:
-        waited_s = event.waited_s if event.reason == TIMEOUT_REASON else None
-        suspend(turn, event.member, f"{event.member} parked: {event.reason}", waited_s=waited_s)
+        suspend(turn, event.member, f"{event.member} parked: {event.reason}")
     conclude(turn)
 
 
@@ -110,7 +107,10 @@ def _on_heartbeat(turn: Turn, event: events.Heartbeat) -> None:
         return
     member = _live_sender(turn, event)
     if member is not None:
-        turn.put(member, **_heard(turn))
+        now_s = turn.clock_s
+        waits_since_s = None if event.waits_s is None else now_s - event.waits_s
+        progress_s = now_s - event.idle_s
+        turn.put(member, waits_since_s=waits_since_s, progress_s=progress_s, doing=event.doing, **_heard(turn))
 
 
 def _on_ready(turn: Turn, event: events.Ready) -> None:
@@ -165,64 +165,6 @@ def _on_exited(turn: Turn, event: events.Exited) -> None:
         if member.incarnation is None:
             member = turn.put(member, incarnation=event.incarnation)
         _dead(turn, member, Cause.EXIT, event.detail)
-
-
-def _on_tick(turn: Turn, _: events.Tick) -> None:
-    _account_for_starvation(turn)
-    if turn.state.phase is Phase.STOPPED:
-        return
-    overdue, doubtful = [], []
-    for member in turn.state.members.scan():
-        if member.status is Status.RELEASED or member.is_proven:
-            continue
-        if member.status is not Status.GONE:
-            verdict = _overdue(turn, member)
-            if verdict is not None:
-                overdue.append((member.member, verdict))
-                continue
-        if not member.is_connected and member.address is not None and turn.state.is_current(member):
-            doubtful.append(member.member)
-    verdicts = dict(overdue)
-    for name in in_order(verdicts):
-        gone(turn, turn.state.members[name], *verdicts[name], is_proven=False)
-    # Again at each tick: a dying process may close its connection before its port, so the first probe gets through.
-    for name in in_order([*doubtful, *verdicts]):
-        member = turn.state.members[name]
-        if member.address is not None and member.incarnation is not None:
-            turn.emit(effects.Probe(name, member.incarnation, member.address))
-    _drop_silent_joiners(turn)
-    conclude(turn)
-
-
-def _account_for_starvation(turn: Turn) -> None:
-    """C8: if the coordinator itself did not run, its clock did not either."""
-    interval_s = turn.settings.heartbeat_interval
-    late_s = turn.now_s - turn.state.last_tick_s - interval_s
-    skipped_s = turn.state.skipped_s + (late_s if late_s > interval_s else 0.0)
-    turn.change(last_tick_s=turn.now_s, skipped_s=skipped_s)
-
-
-def _overdue(turn: Turn, member: Member) -> tuple[Cause, str] | None:
-    settings, clock_s, hang_deadline_s = turn.settings, turn.clock_s, turn.state.hang_deadline_s
-    if member.last_heard_s is not None and clock_s - member.last_heard_s >= settings.heartbeat_timeout:
-        silent = f"nothing was heard of it for {settings.heartbeat_timeout:g} s"
-        if member.is_connected:
-            return Cause.HEARTBEAT, silent
-        return Cause.CONNECTION, f"its connection dropped and {silent}"
-    if hang_deadline_s is None or clock_s < hang_deadline_s or member.status is not Status.RUNNING:
-        return None
-    if member.last_heard_s is None:
-        return Cause.CONNECTION, f"it did not connect within {settings.timeout:g} s"
-    return Cause.HANG, "it is alive, but did not park in time"
-
-
-def _drop_silent_joiners(turn: Turn) -> None:
-    joiners = turn.state.joiners
-    limit_s = turn.clock_s - turn.settings.heartbeat_timeout
-    for name in in_order(joiner.member for joiner in joiners.scan() if joiner.last_heard_s <= limit_s):
-        turn.emit(effects.Evict(name, joiners[name].incarnation, "nothing was heard of it while it waited to join"))
-        joiners = joiners.without(name)
-    turn.change(joiners=joiners)
 
 
 def _live_sender(turn: Turn, event: _FromMember | events.Ready) -> Member | None:
@@ -348,5 +290,5 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.Disconnected: _on_disconnected,
     events.ProbeRefused: _on_probe_refused,
     events.Exited: _on_exited,
-    events.Tick: _on_tick,
+    events.Tick: judge,
 }

@@ -50,6 +50,9 @@ class Member:
         completed: As it said when it parked or left.
         admits: It parked where joiners may be admitted.
         is_proven: Its process is known not to run any more; only if it is gone.
+        waits_since_s: On the coordinator's clock, since when it waits in a collective; None: it does not.
+        progress_s: On the coordinator's clock, when it last showed progress; None until it said hello.
+        doing: As it last said.
     """
 
     member: str
@@ -63,6 +66,9 @@ class Member:
     admits: bool = False
     is_proven: bool = False
     cause: Cause | None = None
+    waits_since_s: float | None = None
+    progress_s: float | None = None
+    doing: str = ""
 
     def __post_init__(self) -> None:
         assert (self.cause is not None) == (self.status is Status.GONE), "gone if and only if there is a cause"
@@ -149,7 +155,8 @@ class State:
         tally: Of the current view; without meaning once stopped.
         target: Members that the job should have: those expected at first, more after joins, fewer after leaves. The
             leavers of the current view still count.
-        hang_deadline_s: When a member that has not parked counts as hung; None unless suspended.
+        hang_deadline_s: From when a member that has not parked, and shows no progress, may count as hung; None unless
+            suspended.
         no_quorum_since_s: Since when nobody is waited for and there is still no next view; None unless suspended.
         reason: The last reason why there is no next view, or why the job stopped; "" if there is none.
         leave_notice: The leaver of the view with the lowest `completed`, if the others were told of it.

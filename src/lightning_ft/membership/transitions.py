@@ -60,29 +60,15 @@ def quorum_timeout_s(settings: Settings) -> float:
     return settings.heartbeat_timeout
 
 
-def suspend(turn: Turn, member: str, reason: str, *, waited_s: float | None = None) -> None:
-    """C1: the first park, or the first member that is gone, suspends the view.
-
-    `waited_s` is how long `member` had waited, if it is a timeout that suspends the view.
-    """
+def suspend(turn: Turn, member: str, reason: str) -> None:
+    """C1: the first park, or the first member that is gone, suspends the view."""
     generation = turn.state.generation
-    turn.change(phase=Phase.SUSPENDED, hang_deadline_s=_hang_deadline_s(turn, waited_s))
+    # A member that is out of a collective's reach is given as long as a silent one to hear of it and to park.
+    turn.change(phase=Phase.SUSPENDED, hang_deadline_s=turn.clock_s + turn.settings.heartbeat_timeout)
     turn.record("view_suspended", member, reason=reason)
     for other in turn.state.view.members:
         if turn.state.members[other].status is Status.RUNNING:
             turn.emit(effects.Suspend(other, generation, reason))
-
-
-def _hang_deadline_s(turn: Turn, waited_s: float | None) -> float:
-    """When whoever has not parked is hung.
-
-    If a timeout suspends the view, whoever made it wait has had its time, but is given as long as a silent member to
-    hear of the suspension and to park.
-    """
-    settings, now_s = turn.settings, turn.clock_s
-    if waited_s is None:
-        return now_s + settings.timeout
-    return max(now_s + settings.heartbeat_timeout, now_s - waited_s + settings.timeout)
 
 
 def gone(turn: Turn, member: Member, cause: Cause, detail: str, *, is_proven: bool) -> None:
@@ -134,7 +120,7 @@ def commit(turn: Turn, members: tuple[str, ...], reason: str) -> None:
     new = View(old.generation + 1, members)
     leavers = [member for member in left if old_members[member].status is Status.LEAVING]
     num_left = sum(old_members[member].status is Status.RELEASED for member in left) + len(leavers)
-    changed = [_survivor(old_members[member], new.generation) for member in survivors]
+    changed = [_survivor(old_members[member], new.generation, turn.clock_s) for member in survivors]
     changed += [_joined(joiners[member], new.generation) for member in joined]
     changed += [dataclasses.replace(old_members[member], status=Status.RELEASED) for member in leavers]
     for member in joined:
@@ -166,8 +152,15 @@ def _goes_on(state: State, member: str) -> bool:
     return record is not None and record.status in (Status.PARKED, Status.LEAVING)
 
 
-def _survivor(member: Member, generation: int) -> Member:
-    return dataclasses.replace(member, generation=generation, status=Status.RUNNING, admits=False)
+def _survivor(member: Member, generation: int, now_s: float) -> Member:
+    return dataclasses.replace(
+        member,
+        generation=generation,
+        status=Status.RUNNING,
+        admits=False,
+        waits_since_s=None,
+        progress_s=now_s,
+    )
 
 
 def _joined(joiner: Joiner, generation: int) -> Member:
@@ -178,6 +171,7 @@ def _joined(joiner: Joiner, generation: int) -> Member:
         generation=generation,
         is_connected=True,
         last_heard_s=joiner.last_heard_s,
+        progress_s=joiner.last_heard_s,
     )
 
 

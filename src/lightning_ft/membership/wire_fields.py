@@ -55,6 +55,11 @@ def read_seconds(value: object) -> float:
     return float(value)
 
 
+def read_optional_seconds(value: object) -> float | None:
+    """A finite duration, or null."""
+    return None if value is None else read_seconds(value)
+
+
 def read_flag(value: object) -> bool:
     """A boolean."""
     if not isinstance(value, bool):

@@ -28,7 +28,7 @@ def enrolment() -> Enrolment:
 @pytest.fixture
 def running(enrolment: Enrolment) -> Enrolment:
     """In view 1 with three members."""
-    enrolment.park(0, "start", 0.0, admits=False)
+    enrolment.park(0, "start", admits=False)
     enrolment.take(view(1, 0, (), ()))
     enrolment.collect()
     return enrolment
@@ -36,8 +36,8 @@ def running(enrolment: Enrolment) -> Enrolment:
 
 def test_first_view_is_a_difference_to_the_expected_members(enrolment: Enrolment) -> None:
     """Everybody knows these from the start; the view answers the park."""
-    parked = enrolment.park(0, "start", 0.0, admits=False)
-    assert parked == events.Parked("0/1", 3, 0, 0, "start", 0.0, False)
+    parked = enrolment.park(0, "start", admits=False)
+    assert parked == events.Parked("0/1", 3, 0, 0, "start", False)
     assert enrolment.take(view(1, 0, ("0/2",), (), 2)) == ()
     assert enrolment.request is None
     assert enrolment.collect() == NextView(View(1, ("0/0", "0/1")), MEETING)
@@ -46,7 +46,7 @@ def test_first_view_is_a_difference_to_the_expected_members(enrolment: Enrolment
 
 def test_later_views_are_differences(running: Enrolment) -> None:
     """Survivors keep their order, joiners come last."""
-    running.park(4, "connection", 0.0, admits=False)
+    running.park(4, "connection", admits=False)
     running.take(view(2, 1, ("0/0",), ("1/0",)))
     assert running.view == View(2, ("0/1", "0/2", "1/0"))
     assert running.hello().generation == 2
@@ -54,7 +54,7 @@ def test_later_views_are_differences(running: Enrolment) -> None:
 
 def test_whole_view_replaces_whatever_was_known(running: Enrolment) -> None:
     """After a missed view the coordinator repeats the whole one."""
-    running.park(4, "connection", 0.0, admits=False)
+    running.park(4, "connection", admits=False)
     running.take(view(5, None, (), ("0/1",), 1))
     assert running.view == View(5, ("0/1",))
 
@@ -67,7 +67,7 @@ def test_repeated_view_is_ignored(running: Enrolment) -> None:
 
 def test_difference_to_an_unknown_view_asks_for_a_new_start(running: Enrolment) -> None:
     """A wrong base means that something was missed; said twice in a row it is a bug."""
-    running.park(4, "connection", 0.0, admits=False)
+    running.park(4, "connection", admits=False)
     (advice,) = running.take(view(4, 3, (), ()))
     assert isinstance(advice, Resync)
     assert running.view.generation == 1
@@ -85,7 +85,7 @@ def test_impossible_difference_is_a_violation(
     running: Enrolment, left: tuple[str, ...], joined: tuple[str, ...]
 ) -> None:
     """A difference that does not fit changes nothing and names member and generation."""
-    running.park(4, "connection", 0.0, admits=False)
+    running.park(4, "connection", admits=False)
     with pytest.raises(ProtocolViolationError) as caught:
         running.take(view(2, 1, left, joined))
     assert (caught.value.member, caught.value.generation) == ("0/1", 1)
@@ -102,14 +102,14 @@ def test_view_for_nobody_is_a_violation(running: Enrolment) -> None:
 def test_suspend_severs_the_current_view_only(running: Enrolment) -> None:
     """A suspension of an older view is over."""
     assert running.take(effects.Suspend("0/1", 1, "x")) == (Sever(1),)
-    running.park(4, "suspended", 0.0, admits=False)
+    running.park(4, "suspended", admits=False)
     running.take(view(2, 1, ("0/0",), (), 2))
     assert running.take(effects.Suspend("0/1", 1, "x")) == ()
 
 
 def test_suspend_that_overtakes_its_view_is_kept(running: Enrolment) -> None:
     """After a reconnect the suspension may be told before the missed view is."""
-    running.park(4, "connection", 0.0, admits=False)
+    running.park(4, "connection", admits=False)
     assert running.take(effects.Suspend("0/1", 2, "x")) == ()
     assert running.take(view(2, None, (), ("0/0", "0/1"), 2)) == (Sever(2),)
 
@@ -119,7 +119,7 @@ def test_leavers_are_kept_until_they_are_out(running: Enrolment) -> None:
     assert running.take(effects.NotifyLeaving("0/1", "0/0", 7)) == (Left("0/0", 7),)
     assert running.take(effects.NotifyLeaving("0/1", "0/0", 7)) == ()
     assert running.take(effects.NotifyLeaving("0/1", "0/2", 8)) == (Left("0/2", 8),)
-    running.park(7, "leave", 0.0, admits=False)
+    running.park(7, "leave", admits=False)
     running.take(view(2, 1, ("0/0",), (), 2))
     assert running.leavers == {"0/2": 8}
 
@@ -159,6 +159,6 @@ def test_join_is_pending_until_the_next_view(running: Enrolment) -> None:
     """The flag lives as long as the view that it was said in."""
     running.take(effects.AnnounceJoin("0/1", "ready"))
     assert running.is_join_pending
-    running.park(4, "join", 0.0, admits=True)
+    running.park(4, "join", admits=True)
     running.take(view(2, 1, (), ("1/0",), 4))
     assert not running.is_join_pending

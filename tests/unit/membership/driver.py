@@ -25,6 +25,7 @@ class Job:
         self.now_s = 0.0
         self.state: State = initial(members, 0.0, TIMEOUT_S)
         self.effects: tuple[Effect, ...] = ()
+        self.since_s: dict[str, tuple[float | None, float | None, str]] = {}
 
     @classmethod
     def running(cls, *members: str, min_world_size: int = 1, max_failures: int | None = None) -> Job:
@@ -56,11 +57,10 @@ class Job:
         reason: str = "connection",
         generation: int | None = None,
         incarnation: int = 1,
-        waited_s: float = 0.0,
         admits: bool = False,
     ) -> tuple[Effect, ...]:
         generation = self.state.generation if generation is None else generation
-        return self.feed(events.Parked(member, incarnation, generation, completed, reason, waited_s, admits))
+        return self.feed(events.Parked(member, incarnation, generation, completed, reason, admits))
 
     def leave(
         self, member: str, completed: int = 0, *, generation: int | None = None, incarnation: int = 1
@@ -70,8 +70,24 @@ class Job:
 
     def heartbeat(self, *members: str, incarnation: int = 1) -> tuple[Effect, ...]:
         for member in members:
-            self.feed(events.Heartbeat(member, incarnation))
+            self.feed(events.Heartbeat(member, incarnation, 0, *self.standings.get(member, (None, 0.0, ""))))
         return self.effects
+
+    def stands(self, member: str, *, waits: bool = False, idle: bool = False, doing: str = "") -> None:
+        """Have a member say from now on, with its heartbeats, that it waits or shows no progress since now."""
+        self.since_s[member] = (self.now_s if waits else None, self.now_s if idle or waits else None, doing)
+
+    @property
+    def standings(self) -> dict[str, tuple[float | None, float, str]]:
+        """What heartbeats say now of those that `stands` was called for."""
+        return {
+            member: (
+                None if waits_s is None else self.now_s - waits_s,
+                0.0 if idle_s is None else self.now_s - idle_s,
+                doing,
+            )
+            for member, (waits_s, idle_s, doing) in self.since_s.items()
+        }
 
     def drop(self, member: str, incarnation: int = 1) -> tuple[Effect, ...]:
         return self.feed(events.Disconnected(member, incarnation))

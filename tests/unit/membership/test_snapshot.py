@@ -15,7 +15,7 @@ A, B, C, D = "0/0", "0/1", "1/0", "1/1"
 
 
 def restarted(state: State, now_s: float = 1000.0) -> State:
-    return snapshot.load(snapshot.dump(state), now_s, TIMEOUT_S, 10 * TIMEOUT_S)
+    return snapshot.load(snapshot.dump(state), now_s, SILENCE_S, 10 * TIMEOUT_S)
 
 
 def eventful() -> Job:
@@ -35,9 +35,11 @@ def test_what_was_decided_is_kept() -> None:
     assert (state.view, state.phase, state.tally) == (job.state.view, Phase.SUSPENDED, job.state.tally)
     assert (state.target, state.reason, state.leave_notice) == (5, "", None)
     for name, member in job.state.members.items():
-        expected = dataclasses.replace(member, is_connected=False, last_heard_s=1000.0)
+        expected = dataclasses.replace(
+            member, is_connected=False, last_heard_s=1000.0, progress_s=1000.0, waits_since_s=None
+        )
         assert state.members[name] == expected
-    assert state.hang_deadline_s == 1000.0 + TIMEOUT_S
+    assert state.hang_deadline_s == 1000.0 + SILENCE_S
     state.check()
 
 

@@ -16,9 +16,10 @@ STORE = {"store_host": "node0", "store_port": 4711}
 
 MESSAGES: list[tuple[Any, tuple[type, ...]]] = [
     (events.Hello("0/1", 3, 2, ADDRESS, 99), wire.FROM_MEMBER),
-    (events.Parked("0/1", 3, 2, 7, "connection", 1.5, admits=True), wire.FROM_MEMBER),
+    (events.Parked("0/1", 3, 2, 7, "connection", admits=True), wire.FROM_MEMBER),
     (events.Leaving("0/1", 3, 2, 7), wire.FROM_MEMBER),
-    (events.Heartbeat("0/1", 3, 12), wire.FROM_MEMBER),
+    (events.Heartbeat("0/1", 3, 12, 1.5, 2.5, "reduction 7"), wire.FROM_MEMBER),
+    (events.Heartbeat("0/1", 3, 12, None, 0.0, ""), wire.FROM_MEMBER),
     (events.Ready("0/1", 3, ADDRESS, 99), wire.FROM_MEMBER),
     (wire.Report("0/1", 3, "recovered", (("s", 0.5), ("by", ("0/0", 1)), ("x", None), ("ok", True))), wire.FROM_MEMBER),
     (wire.AgentDone(), wire.FROM_AGENT),
@@ -85,7 +86,8 @@ def test_encode_rejects_what_decode_would() -> None:
         wire.encode(effects.Stop("0/1", "x" * wire.MAX_MESSAGE_BYTES))
 
 
-PARK = {"type": "park", "generation": 1, "completed": 2, "reason": "start", "waited_s": 0, "admits": False}
+PARK = {"type": "park", "generation": 1, "completed": 2, "reason": "start", "admits": False}
+HEARTBEAT = {"type": "heartbeat", "step": 1, "waits_s": None, "idle_s": 0, "doing": ""}
 HELLO = {
     "type": "hello",
     "member": "0/1",
@@ -109,10 +111,10 @@ HELLO = {
         (PARK, "reason", ""),
         (PARK, "reason", 5),
         (PARK, "reason", "\ud800"),
-        (PARK, "waited_s", -0.5),
-        (PARK, "waited_s", True),
-        (PARK, "waited_s", 10**400),
-        (PARK, "waited_s", "1"),
+        (HEARTBEAT, "idle_s", -0.5),
+        (HEARTBEAT, "idle_s", True),
+        (HEARTBEAT, "idle_s", 10**400),
+        (HEARTBEAT, "idle_s", "1"),
         (PARK, "admits", 0),
         (PARK, "extra", 1),
         (HELLO, "member", "0/01"),
@@ -159,7 +161,7 @@ def test_a_missing_field_is_named(field: str) -> None:
         ('{"type":"report","event":"e","fields":{"a":{}}}', "scalar"),
         ('{"type":"report","event":"e","fields":{"a":[[1]]}}', "scalar"),
         ('{"type":"report","event":"e","fields":{"a":1e999}}', "finite"),
-        ('{"type":"park","generation":1,"completed":0,"reason":"r","waited_s":1e999,"admits":true}', "finite"),
+        ('{"type":"heartbeat","step":1,"waits_s":null,"idle_s":1e999,"doing":""}', "finite"),
     ],
 )
 def test_malformed_texts(text: str, problem: str) -> None:
