@@ -5,7 +5,7 @@ Importing it registers the torch.distributed backend `ft` and, where Lightning i
 
 import contextlib
 
-from lightning_ft.comm.backend import register_backend
+from lightning_ft.comm.backend import progress, register_backend
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit, ft_ddp
@@ -35,6 +35,7 @@ __all__ = [
     "Settings",
     "StepCommit",
     "ft_ddp",
+    "progress",
 ]
 
 register_backend()

@@ -216,6 +216,7 @@ _SENTENCES: dict[str, tuple[int, str]] = {
     "failed": (logging.WARNING, "the process fails with {exception}"),
     "member_joined": (logging.DEBUG, "joined the job"),
     "member_left": (logging.INFO, "left the job as it wished"),
+    "member_stacks": (logging.WARNING, "its threads were here, the innermost call first:\n{stacks}"),
     "member_exited": (logging.DEBUG, "the process has ended: {detail}"),
     "failure_detected": (logging.WARNING, "is lost: {detail}"),
     "view_suspended": (logging.WARNING, "training is suspended: {reason}"),
@@ -245,7 +246,7 @@ def _brief(value: Any) -> str:
         return f"{value:.3f}"
     is_many = isinstance(value, (list, tuple, set, frozenset))
     text = ", ".join(str(item) for item in value) if is_many else str(value)
-    return text if len(text) <= 300 else f"{text[:297]}..."
+    return text if len(text) <= 300 or "\n" in text else f"{text[:297]}..."
 
 
 def _close_quietly(file: IO[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import inspect
 import io
@@ -9,7 +10,7 @@ import logging
 import pathlib
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ft import lightning_internals, promotion
-from lightning_ft.comm.backend import register_backend
+from lightning_ft.comm.backend import progress, register_backend
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
@@ -259,8 +260,14 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     # -- training ---------------------------------------------------------------------------------------------------
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        progress("moving a batch to the device")
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         reach("batch.start")
+        progress(f"on_train_batch_start of batch {batch_idx}")
         self._promote_if_due(has_progress=True)
 
     def _promote_if_due(self, *, has_progress: bool) -> None:
@@ -274,6 +281,11 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         super().teardown()
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with _doing("training_step"):
+            return super().training_step(*args, **kwargs)
+
+    @override
     def optimizer_step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -282,7 +294,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         reach("optimizer.enter")
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with _doing("optimizer_step"):
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         reach("optimizer.done")
         return output
 
@@ -313,17 +326,20 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         reach("evaluation.batch")
-        return super().validation_step(*args, **kwargs)
+        with _doing("validation_step"):
+            return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         reach("evaluation.batch")
-        return super().test_step(*args, **kwargs)
+        with _doing("test_step"):
+            return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         reach("evaluation.batch")
-        return super().predict_step(*args, **kwargs)
+        with _doing("predict_step"):
+            return super().predict_step(*args, **kwargs)
 
     def _on_dealt(self) -> None:
         self._evaluated_by = () if self.group is None else self.group.members
@@ -373,6 +389,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self, checkpoint: Mapping[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
         """Have rank 0 write; if it dies before all know that it has, the next rank 0 writes again."""
+        progress("saving a checkpoint")
         is_written = self.group is None
         if is_written:
             super().save_checkpoint(dict(checkpoint), filepath, storage_options)
@@ -389,6 +406,14 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         if "ft_ddp" not in strategy_registry:
             strategy_registry.register("ft_ddp", cls, description=(cls.__doc__ or "").splitlines()[0])
+
+
+@contextlib.contextmanager
+def _doing(what: str) -> Iterator[None]:
+    """Say that a part of a step begins, and that it has ended: what follows is Lightning's and the user's."""
+    progress(what)
+    yield
+    progress(f"after {what}: callbacks, loggers, data loading")
 
 
 def _pickle(obj: object) -> bytes:

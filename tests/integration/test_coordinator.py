@@ -465,7 +465,7 @@ BAD_FRAMES: dict[str, tuple[str | bytes, ...]] = {
     "unknown-type": ('{"type":"abdicate"}',),
     "binary": (b"\x00\xff",),
     "before-hello": ('{"type":"heartbeat","step":1}',),
-    "for-agents": (hello("9/9"), '{"type":"exited","member":"0/0","incarnation":1,"status":0,"detail":""}'),
+    "for-agents": (hello("9/9"), '{"type":"exited","member":"0/0","incarnation":1,"status":0,"detail":"","stacks":""}'),
     "for-members": (hello("9/9"), '{"type":"suspend","generation":1,"reason":"x"}'),
     "unknown-field": (hello("9/9"), '{"type":"heartbeat","step":1,"more":2}'),
     "missing-field": (hello("9/9"), '{"type":"park","generation":1}'),
@@ -483,7 +483,7 @@ BAD_AGENT_FRAMES: dict[str, tuple[str | bytes, ...]] = {
     "twice": (AGENT_HELLO, AGENT_HELLO, "["),
     "of-a-member": (AGENT_HELLO, '{"type":"park","generation":1,"completed":9,"reason":"start","waited_s":0}'),
     "wrong-incarnation": ('{"type":"agent_hello","node":0,"incarnations":{"0/0":-1}}',),
-    "missing-field": (AGENT_HELLO, '{"type":"exited","member":"0/0","status":0,"detail":""}'),
+    "missing-field": (AGENT_HELLO, '{"type":"exited","member":"0/0","status":0,"detail":"","stacks":""}'),
     "oversized": (AGENT_HELLO, json.dumps({"type": "heartbeat", "more": "x" * (1 << 20)})),
 }
 
@@ -516,7 +516,7 @@ def test_an_agent_speaks_for_its_own_node_alone(stage: Stage, caplog: pytest.Log
     coordinator = stage.coordinator(PATIENT, "0/0", "0/1")
     clients = [stage.client(coordinator, f"0/{slot}") for slot in range(2)]
     park_all(clients)
-    exited = '{"type":"exited","member":"0/0","incarnation":1,"status":0,"detail":""}'
+    exited = '{"type":"exited","member":"0/0","incarnation":1,"status":0,"detail":"","stacks":""}'
     asyncio.run(frames_of(coordinator.port, AGENT_HELLO, exited, "end", path=AGENT_PATH))
     assert "dropped an exit of 0/0 from the agent of node 7" in caplog.text
     assert not coordinator.logged("member_exited")

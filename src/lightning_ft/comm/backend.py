@@ -32,6 +32,19 @@ _NEEDED = ("COORDINATOR", "TOKEN", "MEMBER", "EXPECTED")
 _ring: Ring | None = None
 
 
+def progress(doing: str) -> None:
+    """Say that this process makes progress outside collectives, so that it is not taken for hung; costs nothing.
+
+    The strategy says it at each batch of each loop. A hand-written loop says it where it works for long without a
+    collective: the setting `timeout` is how long the others wait for a member that neither comes nor says anything.
+
+    Args:
+        doing: What it does from now on, for a person: `loading shard 7`. It is named if this process is given up.
+    """
+    if _ring is not None:
+        _ring.activity.progress(doing)
+
+
 def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     """Make WORLD (no ranks given) or a sub-group; torch calls it from init_process_group and new_group."""
     global _ring  # noqa: PLW0603 - one ring per process, as there is one WORLD

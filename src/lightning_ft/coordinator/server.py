@@ -272,6 +272,8 @@ class CoordinatorServer:
             return
         self._kills.pop(identity, None)
         self._end_probe(identity)
+        if exited.stacks:
+            self.record("member_stacks", exited.member, stacks=exited.stacks)
         self._event_log.write(
             "member_exited",
             generation=self.generation,

@@ -23,7 +23,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO
 
 from lightning_ft.config import ENV_PREFIX, Settings, parse_endpoint
 from lightning_ft.coordinator.agent_client import AgentClient
@@ -31,7 +34,7 @@ from lightning_ft.coordinator.ending import job_status
 from lightning_ft.errors import LaunchError
 from lightning_ft.launch import child as child_module
 from lightning_ft.launch.coordinator import CoordinatorProcess
-from lightning_ft.launch.status import end_of, in_words
+from lightning_ft.launch.status import end_of, in_words, is_stopped
 from lightning_ft.membership import events
 from lightning_ft.membership.ids import as_ranges, in_order
 
@@ -39,6 +42,10 @@ logger = logging.getLogger("lightning_ft")
 
 TERMINATION_GRACE_TIME_S = 30.0
 """How long a child that is asked to end may take; as torchrun's."""
+
+_MAX_STACKS = 64 * 1024
+_STACKS_PATIENCE_S = 0.5
+_STACKS_POLL_S = 0.01
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -49,6 +56,25 @@ class _Child:
     slot: int
     incarnation: int
     process: subprocess.Popen[bytes]
+    stacks: IO[bytes]
+
+    def read_stacks(self) -> str:
+        """Return the end of what it wrote about its threads' stacks, innermost call first."""
+        size = os.fstat(self.stacks.fileno()).st_size
+        found = os.pread(self.stacks.fileno(), _MAX_STACKS, max(0, size - _MAX_STACKS))
+        return found.decode(errors="replace")
+
+    async def ask_for_stacks(self) -> None:
+        """Have it write its stacks, and wait until it has, or can't."""
+        deadline_s, before = time.monotonic() + _STACKS_PATIENCE_S, b""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(child_module.STACKS_SIGNAL)
+        while time.monotonic() < deadline_s and self.process.returncode is None and not is_stopped(self.process.pid):
+            await asyncio.sleep(_STACKS_POLL_S)
+            written = self.read_stacks().encode()
+            if written and written == before:
+                return
+            before = written
 
     def kill(self) -> None:
         """Kill it and what it started; stopped processes too."""
@@ -102,6 +128,7 @@ class Agent:
         self._token = os.environ.get(f"{ENV_PREFIX}TOKEN") or secrets.token_urlsafe(32)
         self._children: dict[str, _Child] = {}
         self._watchers: set[asyncio.Task[None]] = set()
+        self._kills: set[asyncio.Task[None]] = set()
         self._exits: list[events.Exited] = []
         self._coordinator: CoordinatorProcess | None = None
         self._client: AgentClient | None = None
@@ -175,14 +202,16 @@ class Agent:
             f"{ENV_PREFIX}INCARNATION": str(incarnation),
             **self._env_for(slot),
         }
+        stacks = tempfile.TemporaryFile(prefix="lightning_ft-")  # noqa: SIM115  (closed with the child)
+        environment[child_module.STACKS_FD_VARIABLE] = str(stacks.fileno())
         try:
             # A session of its own: Ctrl-C reaches the agent alone, which passes it on once.
             process = subprocess.Popen(
-                command, env=environment, cwd=self._cwd, pass_fds=(read_fd,), start_new_session=True
+                command, env=environment, cwd=self._cwd, pass_fds=(read_fd, stacks.fileno()), start_new_session=True
             )
         except OSError as error:
             raise LaunchError(f"starting {member} failed: {error}. Check the command.", member=member) from error
-        child = _Child(member, slot, incarnation, process)
+        child = _Child(member, slot, incarnation, process, stacks)
         self._children[member] = child
         if self._client is not None:
             self._client.started(member, incarnation)
@@ -217,7 +246,8 @@ class Agent:
     async def _watch(self, child: _Child) -> None:
         """Follow one child to its end. A respawn under the next incarnation belongs at the end of this."""
         status = await end_of(child.process)
-        ended = events.Exited(child.member, child.incarnation, status, in_words(status))
+        ended = events.Exited(child.member, child.incarnation, status, in_words(status), child.read_stacks())
+        child.stacks.close()
         self._exits.append(ended)
         logger.debug("[%s] process %d %s", child.member, child.process.pid, ended.detail)
         if self._client is not None:
@@ -279,6 +309,15 @@ class Agent:
         child = self._children.get(member)
         if child is not None and child.incarnation == incarnation and child.process.returncode is None:
             logger.warning("[%s] process %d is killed: %s", member, child.process.pid, reason)
+            task = asyncio.get_running_loop().create_task(self._kill_after_a_look(child))
+            self._kills.add(task)
+            task.add_done_callback(self._kills.discard)
+
+    @staticmethod
+    async def _kill_after_a_look(child: _Child) -> None:
+        try:
+            await child.ask_for_stacks()
+        finally:
             child.kill()
 
     def _kill_all(self) -> None:

@@ -7,6 +7,7 @@ Nothing but the standard library is imported, so that this costs a few milliseco
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import select
 import signal
@@ -19,6 +20,11 @@ AGENT_FD_VARIABLE = "LIGHTNING_FT_AGENT_FD"
 
 AGENT_PID_VARIABLE = "LIGHTNING_FT_AGENT_PID"
 
+STACKS_FD_VARIABLE = "LIGHTNING_FT_STACKS_FD"
+"""Names a file that the process writes its threads' stacks to when it gets `STACKS_SIGNAL`."""
+
+STACKS_SIGNAL = signal.SIGRTMIN + 10 if hasattr(signal, "SIGRTMIN") else signal.SIGABRT
+
 ORPHAN_STATUS = 128 + signal.SIGKILL
 """Exit status of a child that ends because its agent did."""
 
@@ -28,7 +34,9 @@ _started = threading.Lock()
 
 
 def watch_agent() -> bool:
-    """End this process, whatever it does, as soon as its agent is dead. Does nothing without an agent.
+    """End this process, whatever it does, as soon as its agent is dead; show the agent its stacks if it asks for them.
+
+    Does nothing without an agent.
 
     Call it early and from any thread; further calls do nothing.
 
@@ -47,7 +55,16 @@ def watch_agent() -> bool:
     if agent_pid.isdigit() and os.getppid() == int(agent_pid):
         die_with_parent(int(agent_pid))
     threading.Thread(target=_exit_at_hangup, args=(fd,), name="lightning_ft-agent-watch", daemon=True).start()
+    _offer_stacks()
     return True
+
+
+def _offer_stacks() -> None:
+    """Let the agent see where this process hangs; works without the interpreter, so also while a C call holds it up."""
+    text = os.environ.pop(STACKS_FD_VARIABLE, "")
+    if text.isdigit():
+        os.set_inheritable(int(text), False)  # noqa: FBT003  (the standard library's order)
+        faulthandler.register(STACKS_SIGNAL, file=int(text), all_threads=True)
 
 
 def tied_to_this_process(command: list[str]) -> list[str]:

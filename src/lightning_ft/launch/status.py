@@ -7,6 +7,7 @@ import contextlib
 import signal
 import subprocess
 import threading
+from pathlib import Path
 
 
 def in_words(status: int) -> str:
@@ -17,6 +18,15 @@ def in_words(status: int) -> str:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"killed by signal {-status}"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP), so that it answers no signal (Linux; elsewhere False)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
 async def end_of(process: subprocess.Popen[bytes]) -> int:

@@ -117,12 +117,14 @@ class Exited:
     Attributes:
         status: Exit code, or minus the signal number.
         detail: For a person: `killed by SIGKILL`, `exited with status 1`.
+        stacks: Where its threads were before it was killed; empty if nobody asked.
     """
 
     member: str
     incarnation: int
     status: int
     detail: str
+    stacks: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -329,7 +329,11 @@ _SCHEMAS: tuple[_Schema, ...] = (
     _schema("ready", events.Ready, {**_IDENTITY, **_HOST}, renamed=_ADDRESS, names_peer=True),
     _schema("report", Report, {"event": read.read_name, "fields": read.read_log_fields}),
     _schema("agent_hello", AgentHello, {"node": read.read_natural, "incarnations": read.read_incarnations}),
-    _schema("exited", events.Exited, {**_IDENTITY, "status": read.read_status, "detail": read.read_text}),
+    _schema(
+        "exited",
+        events.Exited,
+        {**_IDENTITY, "status": read.read_status, "detail": read.read_text, "stacks": read.read_text},
+    ),
     _schema("heartbeat", AgentHeartbeat, {}),
     _schema("done", AgentDone, {}),
     _schema("job_stopped", JobStopped, {"reason": read.read_text, "is_failed": read.read_flag}),

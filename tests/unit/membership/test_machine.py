@@ -46,7 +46,15 @@ def test_death_makes_the_next_view() -> None:
     """Survivors keep their order and get the difference."""
     job = Job.running(A, B, C)
     job.exited(A)
-    assert job.records("failure_detected") == [{"member": A, "cause": "exit", "detail": "killed by SIGKILL"}]
+    (failure,) = job.records("failure_detected")
+    assert failure == {
+        "member": A,
+        "cause": "exit",
+        "detail": "killed by SIGKILL",
+        "host": "host0",
+        "doing": "",
+        "late_s": None,
+    }
     assert not job.of(effects.Kill)
     job.park(C, 3)
     job.park(B, 3)
@@ -178,6 +186,9 @@ def test_member_that_others_wait_for_in_vain_is_hung() -> None:
             "member": B,
             "cause": "hang",
             "detail": "the others wait for it, and it has shown no progress for 20 s (training_step)",
+            "host": "host0",
+            "doing": "training_step",
+            "late_s": 20.0,
         }
     ]
     assert [kill.member for kill in job.of(effects.Kill)] == [B]
@@ -257,7 +268,14 @@ def test_expected_member_that_never_comes() -> None:
     job.park(A, reason="start")
     job.tick(TIMEOUT_S, alive=(A,))
     assert job.records("failure_detected") == [
-        {"member": B, "cause": "connection", "detail": "it did not connect in time"}
+        {
+            "member": B,
+            "cause": "connection",
+            "detail": "it did not connect in time",
+            "host": None,
+            "doing": "",
+            "late_s": None,
+        }
     ]
     assert not job.of(effects.Kill)
     assert job.state.view.members == (A,)
