@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tests.integration.networks import Host
+
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -22,10 +24,12 @@ import sys
 sys.modules["lightning"] = None  # the agent of a plain job doesn't need it
 from lightning_ft.config import Settings
 from lightning_ft.launch.agent import run_agent
-num_slots, command = int(sys.argv[1]), sys.argv[2:]
+node, num_nodes, num_slots = map(int, sys.argv[1:4])
+command = sys.argv[4:]
 sys.exit(run_agent(
-    command_for=lambda slot: command, env_for=lambda slot: {}, node=0, num_slots=num_slots, settings=Settings.resolve(),
-    expected_members=[f"0/{slot}" for slot in range(num_slots)], host_coordinator=True,
+    command_for=lambda slot: command, env_for=lambda slot: {}, node=node, num_slots=num_slots,
+    settings=Settings.resolve(), host_coordinator=node == 0,
+    expected_members=[f"{n}/{slot}" for n in range(num_nodes) for slot in range(num_slots)],
 ))
 """
 
@@ -37,10 +41,12 @@ class Job:
     Attributes:
         out: Where its members write their records.
         process: The agent.
+        output_name: Of the file with all that was printed.
     """
 
     out: pathlib.Path
     process: subprocess.Popen[bytes]
+    output_name: str = "output.txt"
 
     def records(self, member: str) -> list[dict[str, Any]]:
         """Return what a member has written so far (only whole lines)."""
@@ -76,7 +82,7 @@ class Job:
 
     def output(self) -> str:
         """Return what the job printed and its event log, for a person who looks for a failure."""
-        text = (self.out / "output.txt").read_text(errors="replace")[-8000:]
+        text = (self.out / self.output_name).read_text(errors="replace")[-8000:]
         return f"{text}\n--- events\n" + "\n".join(json.dumps(event) for event in self.events()[-60:])
 
 
@@ -92,7 +98,26 @@ def running(
 ) -> contextlib.AbstractContextManager[Job]:
     """Start members that run a program in `programs/`, under an agent that does nothing else."""
     command = [sys.executable, str(PROGRAMS / program[0]), str(out), *program[1:]]
-    return _running(out, [sys.executable, "-c", _AGENT, str(num_members), *command], environment)
+    return _running(out, [sys.executable, "-c", _AGENT, "0", "1", str(num_members), *command], environment)
+
+
+@contextlib.contextmanager
+def running_on(
+    out: pathlib.Path, hosts: Sequence[Host], num_slots: int, program: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[list[Job]]:
+    """Start a job of several nodes, one on each host; a job for each, with its own output and one event log."""
+    with contextlib.ExitStack() as agents:
+        jobs = []
+        for node, host in enumerate(hosts):
+            command = [sys.executable, str(PROGRAMS / program[0]), str(out), *program[1:]]
+            agent = [sys.executable, "-c", _AGENT, str(node), str(len(hosts)), str(num_slots), *command]
+            settings = {
+                "LIGHTNING_FT_COORDINATOR": f"{hosts[0].address}:29400",
+                "LIGHTNING_FT_TOKEN": "shared-secret",
+                **environment,
+            }
+            jobs.append(agents.enter_context(_running(out, host.command(agent), settings, f"output{node}.txt")))
+        yield jobs
 
 
 def running_script(
@@ -103,7 +128,12 @@ def running_script(
 
 
 @contextlib.contextmanager
-def _running(out: pathlib.Path, command: Sequence[str], environment: Mapping[str, str] | None) -> Iterator[Job]:
+def _running(
+    out: pathlib.Path,
+    command: Sequence[str],
+    environment: Mapping[str, str] | None,
+    output_name: str = "output.txt",
+) -> Iterator[Job]:
     """Whatever happens, nothing of the job is left at the end."""
     out.mkdir(parents=True, exist_ok=True)
     environ = {
@@ -113,7 +143,7 @@ def _running(out: pathlib.Path, command: Sequence[str], environment: Mapping[str
         "LIGHTNING_FT_EVENT_LOG": str(out / "events.jsonl"),
         **(environment or {}),
     }
-    with (out / "output.txt").open("wb") as output:
+    with (out / output_name).open("wb") as output:
         process = subprocess.Popen(
             command,
             env=environ,
@@ -122,7 +152,7 @@ def _running(out: pathlib.Path, command: Sequence[str], environment: Mapping[str
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    job = Job(out, process)
+    job = Job(out, process, output_name)
     try:
         yield job
     finally:

@@ -60,10 +60,11 @@ def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
             "as a member of a job. Start the script with `lightning-ft run --nproc-per-node N script.py`, or use "
             'Trainer(strategy="ft_ddp"), which starts the processes itself.'
         )
-    transport = GlooTransport(reachable_host(), settings.heartbeat_timeout, settings.heartbeat_timeout)
+    endpoint = os.environ["LIGHTNING_FT_COORDINATOR"]
+    transport = GlooTransport(reachable_host(endpoint), settings.heartbeat_timeout, settings.heartbeat_timeout)
     member = os.environ["LIGHTNING_FT_MEMBER"]
     client = MembershipClient(
-        endpoint=os.environ["LIGHTNING_FT_COORDINATOR"],
+        endpoint=endpoint,
         token=os.environ["LIGHTNING_FT_TOKEN"],
         member=member,
         incarnation=int(os.environ.get("LIGHTNING_FT_INCARNATION", "0")),

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ft.comm.sockets import Descriptor, ForkGuard, open_sockets, ports, shut_down, tune
+from lightning_ft.config import parse_endpoint
 from lightning_ft.membership.events import Address
 
 _LOOK = datetime.timedelta(seconds=1)
@@ -326,6 +327,17 @@ def _ring_sockets(candidates: Iterable[Descriptor], own: int, peers: Sequence[in
             yield descriptor
 
 
-def reachable_host() -> str:
-    """Return the address under which this machine is reached: `LIGHTNING_FT_HOST`, else loopback."""
-    return os.environ.get("LIGHTNING_FT_HOST", "127.0.0.1")
+def reachable_host(endpoint: str) -> str:
+    """Return the address under which this machine is reached: `LIGHTNING_FT_HOST`, else that of the way to `endpoint`.
+
+    Raises:
+        OSError: There is no way.
+    """
+    configured = os.environ.get("LIGHTNING_FT_HOST")
+    if configured:
+        return configured
+    host, port = parse_endpoint(endpoint)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as way:
+        way.connect(address)  # sends nothing: it only chooses the way
+        return str(way.getsockname()[0])
