@@ -29,6 +29,8 @@ class Settings:
         heartbeat_interval: How often members and agents say that they are alive.
         heartbeat_timeout: Silence after which a member is given up.
         timeout: How long a collective may wait for a member before that member counts as hung.
+        max_link_failures: How often the connection of two live members may fail in ten minutes before one of them is
+            given up, >= 0.
         coordinator: `host:port` of the coordinator; None: the agent starts one.
         process_group_backend: Backend inside `ft` (`gloo`); None: chosen by device.
         event_log: File that gets the event log; None: `ft_events.jsonl` in the run's log directory.
@@ -43,6 +45,7 @@ class Settings:
     heartbeat_interval: float = 1.0
     heartbeat_timeout: float = 10.0
     timeout: float = 1800.0
+    max_link_failures: int = 3
     coordinator: str | None = None
     process_group_backend: str | None = None
     event_log: str | None = None
@@ -53,6 +56,8 @@ class Settings:
             raise ValueError(f"min_world_size must be at least 1, got {self.min_world_size!r}")
         if self.max_failures is not None and self.max_failures < 0:
             raise ValueError(f"max_failures must be at least 0, or None for no limit, got {self.max_failures!r}")
+        if self.max_link_failures < 0:
+            raise ValueError(f"max_link_failures must be at least 0, got {self.max_link_failures!r}")
         if not 0 < self.heartbeat_interval < self.heartbeat_timeout < self.timeout:
             raise ValueError(
                 "0 < heartbeat_interval < heartbeat_timeout < timeout must hold, got "
@@ -123,6 +128,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "heartbeat_interval": float,
     "heartbeat_timeout": float,
     "timeout": float,
+    "max_link_failures": int,
     "coordinator": str,
     "process_group_backend": str,
     "event_log": str,

@@ -19,7 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ft.comm.sockets import Descriptor, ForkGuard, open_sockets, ports, shut_down, tune
+from lightning_ft.comm.peers import PeerAddress, unreachable
+from lightning_ft.comm.sockets import (
+    Descriptor,
+    ForkGuard,
+    is_established,
+    open_sockets,
+    ports,
+    remote_address,
+    shut_down,
+    tune,
+)
 from lightning_ft.config import parse_endpoint
 from lightning_ft.membership.events import Address
 
@@ -33,7 +43,16 @@ _GRACE_S = 5.0
 
 
 class RingBrokenError(Exception):
-    """The inner group can't be used any more: a peer is gone or the view is suspended. Never leaves `comm`."""
+    """The inner group can't be used any more: a peer is gone or the view is suspended. Never leaves `comm`.
+
+    Args:
+        message: What happened.
+        suspects: Ranks of the group whose hosts gave no answer.
+    """
+
+    def __init__(self, message: str, suspects: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.suspects = suspects
 
 
 class CallerError(Exception):
@@ -57,10 +76,17 @@ class InnerGroup:
     Threads: `sever` may be called from any thread, all else from the training thread.
     """
 
-    def __init__(self, group: dist.ProcessGroupGloo, store: dist.Store, sockets: Iterable[Descriptor]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroupGloo,
+        store: dist.Store,
+        sockets: Iterable[Descriptor],
+        outgoing: Sequence[tuple[Descriptor, int]],
+    ) -> None:
         self.group = group
         self._store = store  # the group's own rendezvous object must outlive it
         self.sockets = tuple(sockets)
+        self._outgoing = tuple(outgoing)
         self._severed_s: float | None = None
         self._is_stuck = False
 
@@ -69,6 +95,10 @@ class InnerGroup:
         if self._severed_s is None:
             self._severed_s = time.monotonic()
         shut_down(self.sockets)
+
+    def broken_peers(self) -> tuple[int, ...]:
+        """Return the ranks to which a connection broke that was made from here: ask before `sever`."""
+        return tuple(rank for descriptor, rank in self._outgoing if not is_established(descriptor))
 
     def wait(self, work: dist.Work) -> None:
         """Block until a work of this group has ended.
@@ -207,24 +237,32 @@ class GlooTransport:
 
     def _open_group(self, prefix: str, rank: int, size: int, meeting: Address, build: Build) -> InnerGroup:
         before = open_sockets()
-        # A store client retries a dead server for long; a plain connection is refused at once.
-        socket.create_connection((meeting.host, meeting.store_port), timeout=self._timeout.total_seconds()).close()
+        try:  # a store client retries a dead server for long; a plain connection is refused at once
+            socket.create_connection((meeting.host, meeting.store_port), timeout=self._timeout.total_seconds()).close()
+        except TimeoutError as error:
+            raise RingBrokenError(f"{meeting.host} does not answer", suspects=(0,)) from error
         store = dist.TCPStore(  # a client even of the own server: its socket can be shut down, a wait inside can't
             meeting.host, meeting.store_port, is_master=False, wait_for_workers=False, timeout=self._timeout
         )
         build.sockets = tuple(_store_sockets(open_sockets() - before, meeting.store_port))
         prefixed = dist.PrefixStore(prefix, store)
-        prefixed.set(f"listener/{rank}", str(self._listener_port))
+        own = PeerAddress(self.host, self.address.store_port, self._listener_port)
+        prefixed.set(f"peer/{rank}", str(own))
+        texts = prefixed.multi_get([f"peer/{peer}" for peer in range(size)])
+        peers = [PeerAddress.read(text.decode()) for text in texts]
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._device]
         options._timeout = self._timeout
-        group = dist.ProcessGroupGloo(prefixed, rank, size, options)
+        try:
+            group = dist.ProcessGroupGloo(prefixed, rank, size, options)
+        except RuntimeError as error:
+            suspects = () if build.is_cancelled else unreachable(peers)
+            raise RingBrokenError(str(error), suspects) from error
         group._set_default_timeout(_FOREVER)
-        listeners = prefixed.multi_get([f"listener/{peer}" for peer in range(size)])
-        opened = _ring_sockets(open_sockets() - before, self._listener_port, [int(port) for port in listeners])
-        opened = tuple(opened)
+        group_ports = [peer.group_port for peer in peers]
+        opened = tuple(_ring_sockets(open_sockets() - before, self._listener_port, group_ports))
         tune(opened, self._silence_s)
-        return InnerGroup(group, store, {*opened, *build.sockets})
+        return InnerGroup(group, store, {*opened, *build.sockets}, _outgoing(opened, peers))
 
 
 class Build:
@@ -279,11 +317,17 @@ class Build:
         if inner is not None:
             self._drop(inner)
         reason = "the view was suspended" if self._error is None else str(self._error)
-        raise RingBrokenError(f"building {self._prefix} failed: {reason}") from self._error
+        suspects = self._error.suspects if isinstance(self._error, RingBrokenError) and not is_cancelled else ()
+        raise RingBrokenError(f"building {self._prefix} failed: {reason}", suspects) from self._error
 
     def has_made(self, inner: InnerGroup) -> bool:
         """Whether this build's result is `inner`."""
         return self._inner is inner
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody wants the group any more."""
+        return self._is_cancelled
 
     @property
     def is_running(self) -> bool:
@@ -298,7 +342,7 @@ class Build:
     def _run(self) -> None:
         try:
             inner = self._make(self)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, RingBrokenError) as error:
             self._error = error
         else:
             with self._lock:
@@ -317,6 +361,13 @@ def _store_sockets(candidates: Iterable[Descriptor], store_port: int) -> Iterabl
         found = ports(descriptor)
         if found is not None and found[1] == store_port:
             yield descriptor
+
+
+def _outgoing(opened: Iterable[Descriptor], peers: Sequence[PeerAddress]) -> list[tuple[Descriptor, int]]:
+    """Find out where the connections lead that were made from here; of the others only the peers know."""
+    rank_of = {(peer.host, peer.group_port): rank for rank, peer in enumerate(peers)}
+    found = ((descriptor, rank_of.get(remote_address(descriptor))) for descriptor in opened)
+    return [(descriptor, rank) for descriptor, rank in found if rank is not None]
 
 
 def _ring_sockets(candidates: Iterable[Descriptor], own: int, peers: Sequence[int]) -> Iterable[Descriptor]:

@@ -76,6 +76,7 @@ class Ring:
         self._settled: Settled | None = None
         self._settled_step = 0
         self._num_made: dict[str, int] = {}
+        self._suspects: tuple[str, ...] = ()
         self._is_closed = False
         client.on_suspend = self._on_suspend
         client.on_leaving = self._on_leaving
@@ -291,9 +292,14 @@ class Ring:
 
     def _recover_from(self, operation: Operation, error: Exception) -> None:
         _log.debug("[%s g%d] %s broke: %s", self.member, self.view.generation, operation.name, error)
-        self._recover("suspended" if self.view.is_severed else "connection")
+        if self.view.is_severed:
+            self._recover("suspended")
+        else:
+            place = self.world.place
+            ranks = () if place is None else place.inner.broken_peers()
+            self._recover("connection", tuple(self.view.members[rank] for rank in ranks))
 
-    def _recover(self, reason: str) -> None:
+    def _recover(self, reason: str, suspects: tuple[str, ...] = ()) -> None:
         recovery = self._recovery = self._recovery or Recovery(time.monotonic())
         while True:
             recovery.rounds += 1
@@ -301,14 +307,15 @@ class Ring:
             self._break_view()
             reach("recover.park")
             started_s = time.monotonic()
-            view = self._take(self._client.park(self.world.completed, reason))
+            view = self._take(self._client.park(self.world.completed, reason, suspects=suspects))
             parked_s = time.monotonic()
             recovery.park_s += parked_s - started_s
             try:
                 self._establish(view, recovery)
             except (RingBrokenError, RuntimeError) as error:
                 _log.debug("[%s g%d] establishing failed: %s", self.member, view.generation, error)
-                reason = "connection"
+                suspects, self._suspects = self._suspects, ()
+                reason = "unreachable" if suspects else "connection"
                 continue
             return
 
@@ -370,7 +377,11 @@ class Ring:
     def _place(self, sequence: CollectiveSequence, view: LiveView, members: tuple[str, ...]) -> Place:
         rank = members.index(self.member)
         prefix = f"g{view.generation}/{sequence.name}"
-        inner = view.add(self._transport.build(prefix, rank, len(members), view.meeting))
+        try:
+            inner = view.add(self._transport.build(prefix, rank, len(members), view.meeting))
+        except RingBrokenError as error:
+            self._suspects = tuple(members[suspect] for suspect in error.suspects)
+            raise
         return Place(inner, members, rank, view.generation)
 
     def _report_recovery(self) -> None:

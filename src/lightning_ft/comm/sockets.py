@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lightning_ft.coordinator.channel import notice_silence
 
+_TCP_ESTABLISHED = 1
+
 _DESCRIPTORS = "/proc/self/fd"
 
 
@@ -52,6 +54,21 @@ def ports(descriptor: Descriptor) -> tuple[int, int | None] | None:
             remote = None
         return borrowed.getsockname()[1], remote
     return None
+
+
+def remote_address(descriptor: Descriptor) -> tuple[str, int]:
+    """Return where a TCP connection leads; ("", 0) if it is none any more."""
+    with contextlib.suppress(OSError), _borrow(descriptor) as borrowed:
+        host, port = borrowed.getpeername()[:2]
+        return str(host), int(port)
+    return "", 0
+
+
+def is_established(descriptor: Descriptor) -> bool:
+    """Whether a TCP connection is whole: open here, and neither closed nor reset by the peer."""
+    with contextlib.suppress(OSError), _borrow(descriptor) as borrowed:
+        return borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_ESTABLISHED
+    return False
 
 
 def shut_down(descriptors: Iterable[Descriptor]) -> None:

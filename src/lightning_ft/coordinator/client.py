@@ -136,13 +136,14 @@ class MembershipClient:
         self._thread.start()
         ready.wait()
 
-    def park(self, completed: int, reason: str, *, admits: bool = False) -> NextView:
+    def park(self, completed: int, reason: str, *, admits: bool = False, suspects: tuple[str, ...] = ()) -> NextView:
         """Stop in the current view, and wait for a newer one.
 
         Args:
             completed: Number of the last collective that is final here.
-            reason: `start`, `connection`, `suspended`, `leave` or `join`.
+            reason: `start`, `connection`, `unreachable`, `suspended`, `leave` or `join`.
             admits: Whether this is a boundary where joiners may be admitted.
+            suspects: Members whose connection broke, or that could not be reached.
 
         Returns: The view to establish; this member is in it.
 
@@ -155,7 +156,7 @@ class MembershipClient:
         """
         with self._changed:
             self._raise_if_over()
-            self._enrolment.park(completed, reason, admits=admits)
+            self._enrolment.park(completed, reason, admits=admits, suspects=suspects)
             self._post(self._send_request)
             while True:
                 following = self._enrolment.collect()

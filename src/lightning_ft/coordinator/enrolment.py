@@ -91,10 +91,10 @@ class Enrolment:
         """The first message of a connection. The `request` follows it, if there is one."""
         return dataclasses.replace(self._hello, generation=self.view.generation)
 
-    def park(self, completed: int, reason: str, *, admits: bool) -> events.Parked:
+    def park(self, completed: int, reason: str, *, admits: bool, suspects: tuple[str, ...] = ()) -> events.Parked:
         """Begin to wait for the view after the current one. Raises: ValueError, changing nothing."""
         peer = self.peer
-        parked = events.Parked(peer.member, peer.incarnation, self.view.generation, completed, reason, admits)
+        parked = events.Parked(peer.member, peer.incarnation, self.view.generation, completed, reason, admits, suspects)
         checked(parked)
         self.request, self.following = parked, None
         return parked

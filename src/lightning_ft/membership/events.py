@@ -43,8 +43,9 @@ class Parked:
 
     Attributes:
         generation: The last view that this member was given (0 before the first).
-        reason: `start`, `connection`, `suspended`, `leave` or `join`.
+        reason: `start`, `connection`, `unreachable`, `suspended`, `leave` or `join`.
         admits: Whether it stands at a boundary where joiners may be admitted.
+        suspects: Members whose connection to it broke, or could not be made; they may be as well as it is.
     """
 
     member: str
@@ -53,6 +54,7 @@ class Parked:
     completed: int
     reason: str
     admits: bool = False
+    suspects: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

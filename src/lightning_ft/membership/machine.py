@@ -7,6 +7,7 @@ One function per event, found in a table. Rules (PROTOCOL.md section 3) and wher
     C5               `_live_sender`, `_is_stale`
     C7               `_on_ready`, `transitions.commit`
     C8               `deadlines`
+    C10              `links`, `transitions.conclude`
 
 An event that is illegal or too late changes nothing and yields `Refuse`, followed by what its sender is to be told.
 """
@@ -20,8 +21,12 @@ from lightning_ft.config import Settings
 from lightning_ft.membership import effects, events
 from lightning_ft.membership.deadlines import judge
 from lightning_ft.membership.effects import Cause, Effect
+from lightning_ft.membership.links import LinkFailure, recent
 from lightning_ft.membership.state import Joiner, Member, Phase, State, Status
 from lightning_ft.membership.transitions import Turn, announce_joiners, conclude, gone, repeat_view, suspend
+
+UNREACHABLE_REASON = "unreachable"
+"""The reason of a park whose sender has found out that others don't answer."""
 
 _FromMember = events.Hello | events.Parked | events.Leaving | events.Heartbeat
 
@@ -70,9 +75,18 @@ def _on_parked(turn: Turn, event: events.Parked) -> None:
         _refuse(turn, event, "park from a member that is leaving")
         return
     turn.put(member, status=Status.PARKED, completed=event.completed, admits=event.admits, **_heard(turn))
+    if turn.state.phase is Phase.HEALTHY or event.reason == UNREACHABLE_REASON:
+        _note_suspects(turn, event)  # else its connections broke because others had severed theirs
     if turn.state.phase is Phase.HEALTHY:
         suspend(turn, event.member, f"{event.member} parked: {event.reason}")
     conclude(turn)
+
+
+def _note_suspects(turn: Turn, event: events.Parked) -> None:
+    known = recent(turn.state.link_failures, turn.clock_s)
+    new = (LinkFailure(turn.clock_s, event.generation, event.member, suspect) for suspect in event.suspects)
+    in_view = [failure for failure in new if failure.suspect in turn.state.members and failure.suspect != event.member]
+    turn.change(link_failures=(*known, *in_view))
 
 
 def _on_leaving(turn: Turn, event: events.Leaving) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from lightning_ft.membership.effects import Cause
 from lightning_ft.membership.events import Address
 from lightning_ft.membership.ids import in_order
+from lightning_ft.membership.links import LinkFailure
 from lightning_ft.membership.table import Table
 
 
@@ -159,6 +160,7 @@ class State:
             suspended.
         no_quorum_since_s: Since when nobody is waited for and there is still no next view; None unless suspended.
         reason: The last reason why there is no next view, or why the job stopped; "" if there is none.
+        link_failures: Recent ones, oldest first.
         leave_notice: The leaver of the view with the lowest `completed`, if the others were told of it.
         last_tick_s: On the caller's clock.
         skipped_s: Total time that the coordinator itself was starved, >= 0.
@@ -176,6 +178,7 @@ class State:
     leave_notice: tuple[str, int] | None
     last_tick_s: float
     skipped_s: float
+    link_failures: tuple[LinkFailure, ...] = ()
 
     def __post_init__(self) -> None:
         tally = self.tally

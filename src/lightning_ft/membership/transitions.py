@@ -12,6 +12,7 @@ from lightning_ft.config import Settings
 from lightning_ft.membership import effects
 from lightning_ft.membership.effects import Cause, Effect
 from lightning_ft.membership.ids import in_order
+from lightning_ft.membership.links import WINDOW_S, LinkFailure, accused, counts
 from lightning_ft.membership.quorum import quorum
 from lightning_ft.membership.state import Joiner, Member, Phase, State, Status, Tally, View
 
@@ -105,6 +106,10 @@ def conclude(turn: Turn) -> None:
     if not tally.parked:
         stop(turn, ALL_LEFT if tally.leaving or tally.released else "no member is left that could go on")
         return
+    while (verdict := accused(_live_link_failures(turn), turn.settings.max_link_failures)) is not None:
+        guilty, other, count = verdict
+        detail = f"its link to {other} failed {count} times in {WINDOW_S:g} s"
+        gone(turn, turn.state.members[guilty], Cause.CONNECTION, detail, is_proven=False)
     members, reason = quorum(turn.state, turn.clock_s, turn.settings)
     if members is not None:
         commit(turn, members, reason)
@@ -120,8 +125,27 @@ def conclude(turn: Turn) -> None:
         stop(turn, reason)
 
 
+def _live_link_failures(turn: Turn) -> list[LinkFailure]:
+    """Those between members that are parked: a link to one that is gone is no other fault."""
+    members = turn.state.members
+    return [
+        failure
+        for failure in turn.state.link_failures
+        if all(members[end].status is Status.PARKED for end in failure.ends)
+    ]
+
+
+def _report_links(turn: Turn) -> None:
+    failures = _live_link_failures(turn)
+    totals = counts(failures)
+    for ends in sorted({failure.ends for failure in failures if failure.generation == turn.state.generation}):
+        hosts = [None if (address := turn.state.members[end].address) is None else address.host for end in ends]
+        turn.record("link_failed", ends[0], peer=ends[1], hosts=hosts, count=totals[ends])
+
+
 def commit(turn: Turn, members: tuple[str, ...], reason: str) -> None:
     """C3: the next view. Whoever of the old one is not in it is out for good."""
+    _report_links(turn)
     old, old_members, joiners = turn.state.view, turn.state.members, turn.state.joiners
     survivors = [member for member in members if _goes_on(turn.state, member)]
     going_on = set(survivors)

@@ -313,6 +313,7 @@ _SCHEMAS: tuple[_Schema, ...] = (
             "completed": read.read_natural,
             "reason": read.read_name,
             "admits": read.read_flag,
+            "suspects": read.read_members,
         },
     ),
     _schema("leave", events.Leaving, {"generation": read.read_natural, "completed": read.read_natural}),
