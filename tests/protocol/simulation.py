@@ -203,7 +203,7 @@ class Simulation:
         self.later(self.busy_until - self.now, self._drain)
         for connection in open_connections:
             connection.drop(self.busy_until - self.now + self.random.random())
-        self.state = snapshot.load(self.saved, self.now, self.settings.heartbeat_timeout, self.settings.timeout)
+        self.state = snapshot.load(self.saved, self.now, self.settings.timeout, self.settings.timeout)
         self._check_tally()
         for kill in snapshot.pending_kills(self.state):
             self._execute(kill)

@@ -239,8 +239,10 @@ class GlooTransport:
         before = open_sockets()
         try:  # a store client retries a dead server for long; a plain connection is refused at once
             socket.create_connection((meeting.host, meeting.store_port), timeout=self._timeout.total_seconds()).close()
-        except TimeoutError as error:
-            raise RingBrokenError(f"{meeting.host} does not answer", suspects=(0,)) from error
+        except (ConnectionRefusedError, ConnectionResetError):
+            raise
+        except OSError as error:  # no answer, or no way there
+            raise RingBrokenError(f"{meeting.host} can't be reached: {error}", suspects=(0,)) from error
         store = dist.TCPStore(  # a client even of the own server: its socket can be shut down, a wait inside can't
             meeting.host, meeting.store_port, is_master=False, wait_for_workers=False, timeout=self._timeout
         )

@@ -26,6 +26,8 @@ from lightning_ft.faultpoints import reach
 
 _log = logging.getLogger("lightning_ft")
 
+_QUICK_ROUNDS = 8
+
 _BROKEN = (RingBrokenError, RuntimeError, ValueError, TypeError, LookupError)
 """What a collective raises that fails, because of a peer or because torch can't do it."""
 
@@ -157,6 +159,7 @@ class Ring:
         with self._lock, _caller_errors:
             works = sequence.works
             if not operation.is_final and works is not None and not all(work.is_completed() for work in works):
+                self.activity.progress(f"polling {operation.name} {operation.number} of {sequence.name}")
                 return False
             self._finish(sequence, operation)
             return True
@@ -263,8 +266,10 @@ class Ring:
     def _complete(self, sequence: CollectiveSequence, operation: Operation) -> None:
         if not operation.is_final:
             self.activity.wait(f"{operation.name} {operation.number} of {sequence.name}")
-            self._finish(sequence, operation)
-            self.activity.go_on()
+            try:
+                self._finish(sequence, operation)
+            finally:
+                self.activity.go_on()
         if sequence.show(operation):
             for callback in self.on_renumbered:
                 callback()
@@ -308,12 +313,15 @@ class Ring:
             reach("recover.park")
             started_s = time.monotonic()
             view = self._take(self._client.park(self.world.completed, reason, suspects=suspects))
+            self.activity.start_anew()
             parked_s = time.monotonic()
             recovery.park_s += parked_s - started_s
             try:
                 self._establish(view, recovery)
             except (RingBrokenError, RuntimeError) as error:
                 _log.debug("[%s g%d] establishing failed: %s", self.member, view.generation, error)
+                if recovery.rounds > _QUICK_ROUNDS:  # nobody is gone, and still it can't be done: don't spin
+                    time.sleep(min(1.0, 0.01 * 2.0 ** (recovery.rounds - _QUICK_ROUNDS)))
                 suspects, self._suspects = self._suspects, ()
                 reason = "unreachable" if suspects else "connection"
                 continue

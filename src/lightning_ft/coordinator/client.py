@@ -82,6 +82,7 @@ class MembershipClient:
         self._changed = threading.Condition()
         self._enrolment = Enrolment(events.Hello(member, incarnation, 0, address, os.getpid()), tuple(expected))
         self._sent: events.Parked | events.Leaving | None = None
+        self._log_directory: str | None = None
         self._reports: collections.deque[str] = collections.deque(maxlen=_MAX_REPORTS)
         self._link = Link(
             endpoint,
@@ -206,6 +207,8 @@ class MembershipClient:
             logger.warning("[%s] the report %r was dropped: %s", self.member, event, error)
             return
         with self._changed:
+            if event == "log_directory":
+                self._log_directory = frame
             self._reports.append(frame)
         self._post(self._send_reports)
 
@@ -301,6 +304,8 @@ class MembershipClient:
             frames = [wire.encode(self._enrolment.hello())]
             if self._sent is not None:
                 frames.append(wire.encode(self._sent))
+        if self._log_directory is not None:  # the last coordinator may not have kept it
+            frames.append(self._log_directory)
         return [*frames, *self._take_reports()]
 
     def _send_request(self) -> None:

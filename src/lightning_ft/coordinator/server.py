@@ -9,12 +9,11 @@ Everything happens on one event loop, one event at a time. No peer is ever waite
 from __future__ import annotations
 
 import asyncio
-import json
+import dataclasses
 import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -23,6 +22,7 @@ from lightning_ft.config import Settings
 from lightning_ft.coordinator.accepted import CLOSING_TIME_S, Connection, RefusedError, accept
 from lightning_ft.coordinator.channel import AGENT_PATH, MEMBER_PATH
 from lightning_ft.coordinator.ending import Ending, Identity
+from lightning_ft.coordinator.memory import Memory
 from lightning_ft.coordinator.probe import wait_until_refused
 from lightning_ft.event_log import DEFAULT_NAME, EventLog, last_line
 from lightning_ft.faultpoints import reach
@@ -48,14 +48,11 @@ class CoordinatorServer:
         expected_members: Logical ids of the members of the first view.
         token: Secret that peers must present.
         event_log: Where events go.
-        state_file: Where decisions are kept. If an earlier coordinator left some, this one goes on from there.
+        memory: Where decisions are kept. If an earlier coordinator left some, this one goes on from there.
         clock: Monotonic seconds.
 
     Attributes:
         ended: Set once the job is over, and its status told: no member is connected, and no agent has processes.
-
-    Raises:
-        ValueError: `state_file` holds something else.
 
     Threads: one event loop's only.
     """
@@ -67,19 +64,23 @@ class CoordinatorServer:
         token: str,
         event_log: EventLog,
         *,
-        state_file: Path | None = None,
+        memory: Memory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._token = token
         self._event_log = event_log
         self._clock = clock
-        self._state_file = state_file
+        self._memory = memory
         start_timeout_s = max(settings.timeout, START_TIMEOUT_S)
-        if state_file is not None and state_file.exists():
-            saved = json.loads(state_file.read_text(encoding="utf-8"))
-            self._state = snapshot.load(saved["core"], clock(), settings.heartbeat_timeout, start_timeout_s)
+        saved = None if memory is None else memory.load()
+        self._not_over_before_s = clock()
+        if memory is not None and saved is not None:
+            self._state = snapshot.load(saved["core"], clock(), settings.timeout, start_timeout_s)
             self._ending = Ending((member, incarnation) for member, incarnation in saved["released"])
+            for item in memory.items():
+                self._ending.note(events.Exited(*item))
+            self._not_over_before_s += settings.heartbeat_timeout  # members and agents may not be back before
             if saved["event_log"] is not None:
                 event_log.open(saved["event_log"])
             event_log.resume(saved["lines"])
@@ -87,6 +88,9 @@ class CoordinatorServer:
         else:
             self._state = state.initial(expected_members, clock(), start_timeout_s)
             self._ending = Ending()
+            shown = {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
+            self.record("job_started", members=list(self._state.view.members), settings=shown)
+            self._save()
         self._members: dict[Identity, Connection] = {}
         self._agents: dict[int, Connection] = {}
         self._done: set[int] = set()
@@ -119,7 +123,7 @@ class CoordinatorServer:
         application.add_routes([web.get(MEMBER_PATH, self._serve_member), web.get(AGENT_PATH, self._serve_agent)])
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=CLOSING_TIME_S)
         await self._runner.setup()
-        await web.SockSite(self._runner, listener).start()
+        await web.SockSite(self._runner, listener, backlog=1024).start()
         self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
 
     async def stop(self) -> None:
@@ -145,7 +149,8 @@ class CoordinatorServer:
 
     def _end_if_over(self) -> None:
         """The job is over when no member is connected and every agent has said that its processes have ended."""
-        if _HOME in self._done and not self._members and set(self._agents) <= self._done:
+        is_settled = self._state.phase is state.Phase.STOPPED or self._clock() >= self._not_over_before_s
+        if is_settled and _HOME in self._agents and not self._members and set(self._agents) <= self._done:
             self.end()
 
     def record(self, event: str, member: str | None = None, **fields: Any) -> None:
@@ -270,6 +275,8 @@ class CoordinatorServer:
             return
         if not self._ending.note(exited):
             return
+        if self._memory is not None:
+            self._memory.append([exited.member, exited.incarnation, exited.status, exited.detail])
         self._kills.pop(identity, None)
         self._end_probe(identity)
         if exited.stacks:
@@ -287,6 +294,7 @@ class CoordinatorServer:
         while True:
             await asyncio.sleep(self._pause_s)
             self._apply(events.Tick())
+            self._end_if_over()
 
     @property
     def _pause_s(self) -> float:
@@ -331,21 +339,18 @@ class CoordinatorServer:
         return self._event_log.line(record.event, generation=record.generation, member=record.member, **fields)
 
     def _save(self, lines: Sequence[str] = ()) -> None:
-        if self._state_file is None:
+        """Keep what was decided. If that fails, this process ends: another goes on from what was kept before."""
+        if self._memory is None:
             return
         log_path = self._event_log.path
-        saved = {
-            "core": snapshot.dump(self._state),
-            "released": sorted(self._ending.released),
-            "event_log": None if log_path is None else str(log_path),
-            "lines": [*self._event_log.unwritten(), *lines],
-        }
-        draft = self._state_file.with_suffix(".new")
-        try:
-            draft.write_text(json.dumps(saved), encoding="utf-8")
-            draft.replace(self._state_file)
-        except OSError as error:
-            logger.error("the coordinator can't keep its state in %s: %s", self._state_file, error)  # noqa: TRY400
+        self._memory.save(
+            {
+                "core": snapshot.dump(self._state),
+                "released": sorted(self._ending.released),
+                "event_log": None if log_path is None else str(log_path),
+                "lines": [*self._event_log.unwritten(), *lines],
+            }
+        )
 
     def _execute(self, effect: effects.Effect, cause: events.Event) -> None:
         match effect:

@@ -8,50 +8,49 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import os
 import signal
 import socket
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from lightning_ft.config import ENV_PREFIX, Settings
+from lightning_ft.coordinator.memory import NUM_FILES, Memory
 from lightning_ft.coordinator.server import CoordinatorServer
 from lightning_ft.event_log import EventLog, say_on_console
 from lightning_ft.membership.ids import from_ranges
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until the job is over, or SIGTERM declares it so.
+    """Serve until the job is over, or the agent declares it so by closing standard input.
 
-    Settings, `LIGHTNING_FT_TOKEN` and `LIGHTNING_FT_EXPECTED` come from the environment.
+    Settings, `LIGHTNING_FT_TOKEN` and `LIGHTNING_FT_EXPECTED` come from the environment. Signals that are meant for the
+    job's processes (a scheduler's SIGTERM to all) are not for this one.
 
     Args:
-        arguments: `--listener FD --state FILE`.
+        arguments: `--listener FD --memory FD FD FD`.
 
     Returns: 0.
     """
     parser = argparse.ArgumentParser(prog="lightning-ft coordinator")
     parser.add_argument("--listener", type=int, required=True, help="descriptor of the listening socket")
-    parser.add_argument("--state", type=Path, required=True, help="file that keeps its decisions")
+    parser.add_argument("--memory", type=int, nargs=NUM_FILES, required=True, help="descriptors of its memory")
     options = parser.parse_args(arguments)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     say_on_console()
-    settings = Settings.resolve()
-    asyncio.run(
-        _serve(settings, socket.socket(fileno=options.listener), options.state, is_restarted=options.state.exists())
-    )
+    asyncio.run(_serve(socket.socket(fileno=options.listener), Memory(options.memory)))
     return 0
 
 
-async def _serve(settings: Settings, listener: socket.socket, state_file: Path, *, is_restarted: bool) -> None:
-    expected = from_ranges(os.environ[f"{ENV_PREFIX}EXPECTED"])
+async def _serve(listener: socket.socket, memory: Memory) -> None:
+    settings = Settings.resolve()
     event_log = EventLog(settings.event_log)
-    server = CoordinatorServer(settings, expected, os.environ[f"{ENV_PREFIX}TOKEN"], event_log, state_file=state_file)
-    if not is_restarted:
-        shown = {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
-        server.record("job_started", members=list(expected), settings=shown)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
+    expected = from_ranges(os.environ[f"{ENV_PREFIX}EXPECTED"])
+    server = CoordinatorServer(settings, expected, os.environ[f"{ENV_PREFIX}TOKEN"], event_log, memory=memory)
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), server.end)
     await server.start(listener)
     await server.ended.wait()
+    asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
     await server.stop()
     await asyncio.to_thread(event_log.close)

@@ -69,12 +69,12 @@ class _Child:
         deadline_s, before = time.monotonic() + _STACKS_PATIENCE_S, b""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(child_module.STACKS_SIGNAL)
-        while time.monotonic() < deadline_s and self.process.returncode is None and not is_stopped(self.process.pid):
-            await asyncio.sleep(_STACKS_POLL_S)
+        while time.monotonic() < deadline_s and not self.stacks.closed and not is_stopped(self.process.pid):
             written = self.read_stacks().encode()
             if written and written == before:
                 return
             before = written
+            await asyncio.sleep(_STACKS_POLL_S)
 
     def kill(self) -> None:
         """Kill it and what it started; stopped processes too."""
@@ -289,11 +289,12 @@ class Agent:
             await self._client.flush(self._settings.heartbeat_timeout)
             return own_status
         # The agents of other nodes end with their members; those of a failed job are not waited for for ever.
-        ended, given_up = asyncio.create_task(self._client.ended.wait()), asyncio.create_task(self._given_up.wait())
-        await asyncio.wait((ended, given_up), timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
+        waits = (self._client.ended.wait(), self._given_up.wait(), self._coordinator.ended())
+        tasks = [asyncio.ensure_future(wait) for wait in waits]
+        await asyncio.wait(tasks, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
         await self._coordinator.end(self._settings.heartbeat_timeout)
-        ended.cancel()
-        given_up.cancel()
+        for task in tasks:
+            task.cancel()
         return own_status if self._client.job_status is None else self._client.job_status
 
     async def _close(self) -> None:

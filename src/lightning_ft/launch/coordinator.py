@@ -8,13 +8,13 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_ft import errors
 from lightning_ft.config import parse_endpoint
+from lightning_ft.coordinator.memory import make_files
 from lightning_ft.launch import child
 from lightning_ft.launch.status import end_of, in_words
 
@@ -61,7 +61,7 @@ class CoordinatorProcess:
                 "Choose another port with the setting coordinator."
             ) from error
         self.endpoint = endpoint if endpoint is not None else f"{host}:{self._listener.getsockname()[1]}"
-        self._directory = tempfile.TemporaryDirectory(prefix="lightning_ft-")
+        self._memory = make_files()
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: asyncio.Task[None] | None = None
 
@@ -76,14 +76,19 @@ class CoordinatorProcess:
             self._keep({**os.environ, **environment, "LIGHTNING_FT_MEMBER": "coordinator"})
         )
 
+    async def ended(self) -> None:
+        """Wait until it has ended for good."""
+        if self._keeper is not None:
+            await asyncio.wait((self._keeper,))
+
     async def end(self, patience_s: float) -> None:
         """Have it declare the job over, and wait until it has ended; it is killed if that takes too long."""
         process, keeper = self._process, self._keeper
         if keeper is not None:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
-        if process is not None and process.poll() is None:
-            process.terminate()
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
             try:
                 async with asyncio.timeout(patience_s):
                     await end_of(process)
@@ -91,29 +96,38 @@ class CoordinatorProcess:
                 process.kill()
                 await end_of(process)
         self._listener.close()
-        self._directory.cleanup()
+        for descriptor in self._memory:
+            os.close(descriptor)
+        self._memory = []
 
     async def _keep(self, environment: Mapping[str, str]) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
             started_s = time.monotonic()
-            self._process = self._spawn(environment)
-            status = await end_of(self._process)
-            if status == 0:
-                return  # the job is over
-            logger.warning("the coordinator was %s; starting it again", in_words(status))
+            try:
+                self._process = self._spawn(environment)
+            except OSError as error:  # no memory, or too many processes: it may pass
+                logger.warning("the coordinator can't be started: %s; trying again", error)
+            else:
+                status = await end_of(self._process)
+                if status == 0:
+                    return  # the job is over
+                logger.warning("the coordinator was %s; starting it again", in_words(status))
             environment = {name: text for name, text in environment.items() if name != "LIGHTNING_FT_FAIL_AT"}
-            pause_s = (
-                _FIRST_PAUSE_S if time.monotonic() - started_s > _HEALTHY_LIFE_S else min(2 * pause_s, _LONGEST_PAUSE_S)
-            )
+            is_healthy = time.monotonic() - started_s > _HEALTHY_LIFE_S
+            pause_s = _FIRST_PAUSE_S if is_healthy else min(2 * pause_s, _LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)
 
     def _spawn(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        descriptor = self._listener.fileno()
-        command = [sys.executable, "-P", "-c", _BOOT, _PACKAGE, "--listener", str(descriptor)]
-        command += ["--state", str(Path(self._directory.name) / "state.json")]
+        descriptors = (self._listener.fileno(), *self._memory)
+        listener, *memory = map(str, descriptors)
+        command = [sys.executable, "-P", "-c", _BOOT, _PACKAGE, "--listener", listener, "--memory", *memory]
         return subprocess.Popen(
-            child.tied_to_this_process(command), env=dict(environment), pass_fds=(descriptor,), start_new_session=True
+            child.tied_to_this_process(command),
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            pass_fds=descriptors,
+            start_new_session=True,
         )
 
 

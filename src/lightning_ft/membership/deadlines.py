@@ -59,11 +59,18 @@ def _num_waiting(turn: Turn) -> int:
     """How many members have waited for `timeout`. In a suspended view all do, once there was time to hear of it."""
     if turn.state.phase is Phase.SUSPENDED:
         return turn.state.tally.running if turn.clock_s >= (turn.state.hang_deadline_s or 0.0) else 0
-    limit_s = turn.clock_s - turn.settings.timeout
+    timeout_s = turn.settings.timeout
     return sum(
-        member.status is Status.RUNNING and member.waits_since_s is not None and member.waits_since_s <= limit_s
+        member.status is Status.RUNNING
+        and member.waits_since_s is not None
+        and _last_word_s(member) - member.waits_since_s >= timeout_s
         for member in turn.state.members.scan()
     )
+
+
+def _last_word_s(member: Member) -> float:
+    """When a member last said what it does; since then it may do something else."""
+    return 0.0 if member.last_heard_s is None else member.last_heard_s
 
 
 def _silent(turn: Turn, member: Member) -> tuple[Cause, str] | None:
@@ -82,7 +89,7 @@ def _absent(turn: Turn, member: Member, *, is_waited_for: bool) -> tuple[Cause, 
         return None
     if member.progress_s is None:
         return Cause.CONNECTION, "it did not connect in time"
-    idle_s = turn.clock_s - member.progress_s
+    idle_s = _last_word_s(member) - member.progress_s
     # In a healthy view, whoever waits is held up by others; a suspended one has freed it.
     if idle_s < turn.settings.timeout or (turn.state.phase is Phase.HEALTHY and member.waits_since_s is not None):
         return None

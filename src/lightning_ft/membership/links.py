@@ -55,18 +55,19 @@ def accused(failures: Iterable[LinkFailure], max_failures: int) -> tuple[str, st
         failures: Recent ones, between members that would go on.
         max_failures: So many on one link are forgiven.
 
-    Returns: The member, the other end and how often; None if there is none. Of the two it is the one that more of the
-        others report, else the higher logical id.
+    Returns: The member, the other end and how often; None if there is none. It is the one with the most such links,
+        then the one that most others report, then the highest logical id.
     """
     failures = tuple(failures)
-    totals = counts(failures)
-    over = [(total, ends) for ends, total in totals.items() if total > max_failures]
+    over = {ends: total for ends, total in counts(failures).items() if total > max_failures}
     if not over:
         return None
-    total, ends = max(over, key=lambda item: (item[0], [parse_logical_id(end) for end in item[1]]))
-    reporters = {
-        end: len({failure.reporter for failure in failures if failure.suspect == end and failure.reporter not in ends})
-        for end in ends
-    }
-    guilty = max(ends, key=lambda end: (reporters[end], parse_logical_id(end)))
-    return guilty, next(end for end in ends if end != guilty), total
+
+    def weight(member: str) -> tuple[int, int, tuple[int, int]]:
+        links = sum(member in ends for ends in over)
+        reporters = {failure.reporter for failure in failures if failure.suspect == member}
+        return links, len(reporters), parse_logical_id(member)
+
+    guilty = max({end for ends in over for end in ends}, key=weight)
+    ends = next(ends for ends in over if guilty in ends)
+    return guilty, next(end for end in ends if end != guilty), over[ends]

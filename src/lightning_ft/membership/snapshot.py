@@ -45,7 +45,7 @@ def dump(state: State) -> str:
     )
 
 
-def load(text: str, now_s: float, grace_s: float, start_timeout_s: float) -> State:
+def load(text: str, now_s: float, timeout_s: float, start_timeout_s: float) -> State:
     """Read a state that an earlier coordinator wrote.
 
     Nobody is connected. Whoever was heard of before counts as heard of now, and is given up if it stays silent.
@@ -53,7 +53,7 @@ def load(text: str, now_s: float, grace_s: float, start_timeout_s: float) -> Sta
     Args:
         text: From `dump`.
         now_s: Caller's monotonic clock.
-        grace_s: How long members may take to hear of a suspension and to park.
+        timeout_s: How long members may take to park.
         start_timeout_s: How long they may take before the first view, as for `initial`.
 
     Raises:
@@ -65,7 +65,7 @@ def load(text: str, now_s: float, grace_s: float, start_timeout_s: float) -> Sta
     members = Table((record["member"], _load_member(record, now_s)) for record in saved["members"])
     view = View(saved["generation"], tuple(saved["view"]))
     phase = Phase(saved["phase"])
-    patience_s = grace_s if view.generation else start_timeout_s
+    patience_s = timeout_s if view.generation else start_timeout_s
     notice = saved["leave_notice"]
     return State(
         view=view,

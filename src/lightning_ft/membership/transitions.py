@@ -64,8 +64,12 @@ def quorum_timeout_s(settings: Settings) -> float:
 def suspend(turn: Turn, member: str, reason: str) -> None:
     """C1: the first park, or the first member that is gone, suspends the view."""
     generation = turn.state.generation
-    # A member that is out of a collective's reach is given as long as a silent one to hear of it and to park.
-    turn.change(phase=Phase.SUSPENDED, hang_deadline_s=turn.clock_s + turn.settings.heartbeat_timeout)
+    # Whoever is waited for has `timeout` from when the first began to wait, which may be now. It is in any case given
+    # as long as a silent member, to hear of the suspension and to park.
+    waits_s = [member.waits_since_s for member in turn.state.members.scan() if member.waits_since_s is not None]
+    first_s = min([turn.clock_s, *waits_s])
+    deadline_s = max(turn.clock_s + turn.settings.heartbeat_timeout, first_s + turn.settings.timeout)
+    turn.change(phase=Phase.SUSPENDED, hang_deadline_s=deadline_s)
     turn.record("view_suspended", member, reason=reason)
     for other in turn.state.view.members:
         if turn.state.members[other].status is Status.RUNNING:
@@ -121,6 +125,7 @@ def conclude(turn: Turn) -> None:
     if since_s is None:
         since_s = turn.clock_s
         turn.change(no_quorum_since_s=since_s)
+    tally = turn.state.tally
     if tally.proven == tally.gone or turn.clock_s >= since_s + quorum_timeout_s(turn.settings):
         stop(turn, reason)
 

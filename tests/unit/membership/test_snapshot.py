@@ -15,7 +15,7 @@ A, B, C, D = "0/0", "0/1", "1/0", "1/1"
 
 
 def restarted(state: State, now_s: float = 1000.0) -> State:
-    return snapshot.load(snapshot.dump(state), now_s, SILENCE_S, 10 * TIMEOUT_S)
+    return snapshot.load(snapshot.dump(state), now_s, TIMEOUT_S, 10 * TIMEOUT_S)
 
 
 def eventful() -> Job:
@@ -39,7 +39,7 @@ def test_what_was_decided_is_kept() -> None:
             member, is_connected=False, last_heard_s=1000.0, progress_s=1000.0, waits_since_s=None
         )
         assert state.members[name] == expected
-    assert state.hang_deadline_s == 1000.0 + SILENCE_S
+    assert state.hang_deadline_s == 1000.0 + TIMEOUT_S
     state.check()
 
 
