@@ -47,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
         "--heartbeat-timeout", type=float, metavar="S", help="silence after which a member is given up"
     )
     settings.add_argument("--timeout", type=float, metavar="S", help="how long a collective may wait for a member")
+    settings.add_argument(
+        "--max-link-failures", type=int, metavar="N", help="how often a link may fail before one end is given up"
+    )
     settings.add_argument("--coordinator", metavar="HOST:PORT", help="where node 0's coordinator listens")
     settings.add_argument("--event-log", metavar="PATH", help="file that gets the event log")
     run.add_argument("script", metavar="SCRIPT")
@@ -60,6 +63,7 @@ _SETTINGS = (
     "heartbeat_interval",
     "heartbeat_timeout",
     "timeout",
+    "max_link_failures",
     "coordinator",
     "event_log",
 )

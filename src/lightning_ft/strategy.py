@@ -60,7 +60,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         max_failures: Most members that may be missing at once.
         heartbeat_interval: Seconds between two signs of life.
         heartbeat_timeout: Seconds of silence after which a member is given up.
-        timeout: Seconds that a collective may wait for a member.
+        timeout: Seconds that a collective may wait for a member that shows no progress.
+        max_link_failures: How often the connection of two live members may fail in ten minutes.
         coordinator: `host:port` of the coordinator, if the agent shall not start one at a free port.
         process_group_backend: Backend inside `ft`: `gloo`.
         event_log: File of the event log.
@@ -90,6 +91,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         coordinator: str | None = None,
         process_group_backend: str | None = None,
         event_log: str | None = None,
+        max_link_failures: int | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
@@ -102,6 +104,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             coordinator=coordinator,
             process_group_backend=process_group_backend,
             event_log=event_log,
+            max_link_failures=max_link_failures,
         )
         takers = (DistributedDataParallel.__init__, DDPStrategy.__init__)
         known = {name for taker in takers for name in inspect.signature(taker).parameters}

@@ -49,7 +49,7 @@ RECOVERY = [
 ]
 
 
-def _check(
+def check_job(
     job: jobs.Job,
     num_steps: int,
     survivors: set[str],
@@ -57,6 +57,16 @@ def _check(
     atol: float = 1e-6,
     **program: object,
 ) -> None:
+    """Check that a job of plain_loop.py kept every promise.
+
+    Args:
+        job: To wait for.
+        num_steps: It was started with.
+        survivors: Who must have ended in peace.
+        members: All that it was started with.
+        atol: How far the weights may be from the reference's.
+        **program: What `reference.final_weights` must know.
+    """
     assert job.finish() == 0, job.output()
     contributors = jobs.committed(job, members)
     assert sorted(contributors) == list(range(num_steps))
@@ -128,14 +138,14 @@ def test_kill_at_every_point(tmp_path: pathlib.Path, seed: int, index: int) -> N
     faults = _faults(seed)[index]
     program = ["plain_loop.py", "125", "--model", "batchnorm", "--sync-every", "1"]
     with jobs.running(tmp_path, len(MEMBERS), program, {"LIGHTNING_FT_FAIL_AT": "; ".join(faults)}) as job:
-        _check(job, 125, set(MEMBERS) - {fault.partition("=")[0] for fault in faults}, model="batchnorm")
+        check_job(job, 125, set(MEMBERS) - {fault.partition("=")[0] for fault in faults}, model="batchnorm")
 
 
 @pytest.mark.parametrize("point", FIRST_STEP)
 def test_kill_in_the_first_step(tmp_path: pathlib.Path, point: str) -> None:
     """Rank 0 may die before the first step is done."""
     with jobs.running(tmp_path, 3, ["plain_loop.py", "20"], {"LIGHTNING_FT_FAIL_AT": f"0/0={point}"}) as job:
-        _check(job, 20, {"0/1", "0/2"}, MEMBERS[:3], model="mlp")
+        check_job(job, 20, {"0/1", "0/2"}, MEMBERS[:3], model="mlp")
 
 
 @pytest.mark.parametrize("victim", ["0/0", "0/1"])
@@ -152,7 +162,7 @@ def test_two_at_once_and_all_but_one(tmp_path: pathlib.Path) -> None:
     """Members that die at the same point of the same step are one failure; one member alone goes on."""
     faults = "0/1=reduction.enter@20; 0/3=reduction.enter@20; 0/0=commit.issued@40; 0/2=commit.issued@40"
     with jobs.running(tmp_path, 5, ["plain_loop.py", "60"], {"LIGHTNING_FT_FAIL_AT": faults}) as job:
-        _check(job, 60, {"0/4"}, FIVE, model="mlp")
+        check_job(job, 60, {"0/4"}, FIVE, model="mlp")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +180,7 @@ def test_kill_with_other_kinds_of_model(tmp_path: pathlib.Path, options: dict[st
     program = ["plain_loop.py", "100", *(text for key, value in options.items() for text in (f"--{key}", str(value)))]
     faults = "0/2=bucket.started@20; 0/0=reduction.done@30; 0/4=commit.enter@60"
     with jobs.running(tmp_path, 5, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
-        _check(job, 100, {"0/1", "0/3"}, FIVE, **options)
+        check_job(job, 100, {"0/1", "0/3"}, FIVE, **options)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -194,7 +204,7 @@ def test_kill_with_gradients_that_are_views_of_the_buckets(tmp_path: pathlib.Pat
     faults = "0/2=bucket.started@20; 0/0=reduction.done@30; 0/4=commit.enter@60"
     program = ["plain_loop.py", "100", "--bucket-view"]
     with jobs.running(tmp_path, 5, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
-        _check(job, 100, {"0/1", "0/3"}, FIVE, model="mlp")
+        check_job(job, 100, {"0/1", "0/3"}, FIVE, model="mlp")
 
 
 HOOKS = {"fp16": 1e-3, "bf16": 1e-2, "powersgd": None}
@@ -211,7 +221,7 @@ def test_kill_with_a_communication_hook(tmp_path: pathlib.Path, hook: str) -> No
     with jobs.running(tmp_path, 5, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
         atol = HOOKS[hook]
         if atol is not None:
-            _check(job, 30, {"0/1", "0/3"}, FIVE, atol, model="mlp")
+            check_job(job, 30, {"0/1", "0/3"}, FIVE, atol, model="mlp")
             return
         assert job.finish() == 0, job.output()
         assert sorted(jobs.committed(job, FIVE)) == list(range(30))
@@ -224,7 +234,7 @@ def test_what_the_event_log_says_of_recoveries(tmp_path: pathlib.Path) -> None:
     with jobs.running(
         tmp_path, 4, ["plain_loop.py", "40", "--sync-every", "1"], {"LIGHTNING_FT_FAIL_AT": faults}
     ) as job:
-        _check(job, 40, {"0/1"}, MEMBERS[:4], model="mlp")
+        check_job(job, 40, {"0/1"}, MEMBERS[:4], model="mlp")
         told = [event for event in job.events() if event["event"] == "recovered"]
         redone = [(event["redone"], event["step"]) for event in told]
         assert redone[:2] == [("none", 8), ("reduce", 10)]  # of the barrier after 8 steps, and of the 11th step

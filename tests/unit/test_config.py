@@ -24,6 +24,7 @@ VALUES = {
     "heartbeat_interval": ("0.5", 0.5),
     "heartbeat_timeout": ("20", 20.0),
     "timeout": ("60", 60.0),
+    "max_link_failures": ("5", 5),
     "coordinator": ("node0:29400", "node0:29400"),
     "process_group_backend": ("gloo", "gloo"),
     "event_log": ("events.jsonl", "events.jsonl"),
@@ -65,6 +66,7 @@ def test_a_variable_that_cannot_be_read_is_named(variable: str, value: str) -> N
     [
         ({"min_world_size": 0}, "min_world_size must be at least 1, got 0"),
         ({"max_failures": -1}, "max_failures must be at least 0"),
+        ({"max_link_failures": -1}, "max_link_failures must be at least 0, got -1"),
         ({"heartbeat_interval": 20.0}, "heartbeat_interval < heartbeat_timeout < timeout"),
         ({"heartbeat_timeout": 1800.0}, "heartbeat_interval < heartbeat_timeout < timeout"),
         ({"heartbeat_interval": float("nan")}, "heartbeat_interval < heartbeat_timeout < timeout"),

@@ -83,7 +83,15 @@ def gone(turn: Turn, member: Member, cause: Cause, detail: str, *, is_proven: bo
         turn.record("member_left", member.member, detail=detail)
         return
     turn.put(member, status=Status.GONE, cause=cause, is_proven=is_proven, is_connected=False, admits=False)
-    turn.record("failure_detected", member.member, cause=cause.value, detail=detail, **_last_seen(turn, member, cause))
+    turn.record(
+        "failure_detected",
+        member.member,
+        cause=cause.value,
+        detail=detail,
+        host=None if member.address is None else member.address.host,
+        doing=member.doing,
+        late_s=_late_s(turn, member, cause),
+    )
     if not is_proven and member.incarnation is not None:
         reason = f"given up: {detail}"
         turn.emit(effects.Evict(member.member, member.incarnation, reason))
@@ -92,14 +100,10 @@ def gone(turn: Turn, member: Member, cause: Cause, detail: str, *, is_proven: bo
         suspend(turn, member.member, f"{member.member} is gone: {detail}")
 
 
-def _last_seen(turn: Turn, member: Member, cause: Cause) -> dict[str, object]:
-    """Where a member was, what it last said that it did, and how long ago it should have given a sign of life."""
+def _late_s(turn: Turn, member: Member, cause: Cause) -> float | None:
+    """How long ago a member should have given a sign of life, or of progress; None if it has ended."""
     since_s = member.progress_s if cause is Cause.HANG else member.last_heard_s
-    return {
-        "host": None if member.address is None else member.address.host,
-        "doing": member.doing,
-        "late_s": None if since_s is None or cause is Cause.EXIT else round(turn.clock_s - since_s, 3),
-    }
+    return None if since_s is None or cause is Cause.EXIT else round(turn.clock_s - since_s, 3)
 
 
 def conclude(turn: Turn) -> None:

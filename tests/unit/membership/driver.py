@@ -58,9 +58,10 @@ class Job:
         generation: int | None = None,
         incarnation: int = 1,
         admits: bool = False,
+        suspects: tuple[str, ...] = (),
     ) -> tuple[Effect, ...]:
         generation = self.state.generation if generation is None else generation
-        return self.feed(events.Parked(member, incarnation, generation, completed, reason, admits))
+        return self.feed(events.Parked(member, incarnation, generation, completed, reason, admits, suspects))
 
     def leave(
         self, member: str, completed: int = 0, *, generation: int | None = None, incarnation: int = 1

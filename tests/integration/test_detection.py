@@ -1,0 +1,112 @@
+"""Members that hang, stop or work for long, and a coordinator that dies or stops, in real jobs."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import signal
+from typing import Any
+
+import pytest
+
+from tests.integration import jobs
+from tests.integration.test_kill_points import MEMBERS, check_job
+
+QUICK = {
+    "LIGHTNING_FT_HEARTBEAT_INTERVAL": "0.2",
+    "LIGHTNING_FT_HEARTBEAT_TIMEOUT": "2",
+    "LIGHTNING_FT_TIMEOUT": "4",
+}
+
+
+def told(job: jobs.Job, event: str) -> list[dict[str, Any]]:
+    return [line for line in job.events() if line["event"] == event]
+
+
+def sums(job: jobs.Job, member: str) -> list[float]:
+    return [line["value"] for line in job.records(member) if line["event"] == "sum"]
+
+
+def test_members_that_hang_are_named_with_their_stacks(tmp_path: pathlib.Path) -> None:
+    """In a loop, at a lock, in C with the interpreter's lock: each is found, shown and killed, and nobody else."""
+    program = ["hangs.py", "60", "0/1=loop@10", "0/3=lock@25", "0/0=gil@40"]
+    with jobs.running(tmp_path, 5, program, QUICK) as job:
+        assert job.finish() == 0, job.output()
+        failures = {failure["member"]: failure for failure in told(job, "failure_detected")}
+        assert {member: failure["cause"] for member, failure in failures.items()} == {
+            "0/1": "hang",
+            "0/3": "hang",
+            "0/0": "heartbeat",
+        }
+        assert {member: failure["doing"] for member, failure in failures.items() if member != "0/0"} == {
+            "0/1": "about to loop",
+            "0/3": "about to lock",
+        }
+        assert all(failure["host"] == "127.0.0.1" and failure["late_s"] >= 2 for failure in failures.values())
+        stacks = {line["member"]: line["stacks"] for line in told(job, "member_stacks")}
+        assert "in hang_in_a_loop" in stacks["0/1"]
+        assert "in hang_at_a_lock" in stacks["0/3"]
+        assert "in hang_with_the_gil" in stacks["0/0"]
+        assert sums(job, "0/2") == sums(job, "0/4") == [5.0] * 10 + [4.0] * 15 + [3.0] * 15 + [2.0] * 20
+        assert "in hang_at_a_lock" in job.output(), "a person sees it on the console too"
+
+
+def test_work_that_is_said_is_no_hang(tmp_path: pathlib.Path) -> None:
+    """The others wait for longer than `timeout` for one that shows progress."""
+    with jobs.running(tmp_path, 3, ["hangs.py", "30", "0/1=busy@10"], QUICK) as job:
+        assert job.finish() == 0, job.output()
+        assert not told(job, "failure_detected")
+        assert sums(job, "0/0") == sums(job, "0/1") == [3.0] * 30
+
+
+def test_a_short_stop_is_no_failure(tmp_path: pathlib.Path) -> None:
+    """A process that goes on before its silence is too long costs nothing but the wait."""
+    patient = {**QUICK, "LIGHTNING_FT_HEARTBEAT_TIMEOUT": "20", "LIGHTNING_FT_TIMEOUT": "60"}
+    with jobs.running(tmp_path, 3, ["hangs.py", "400", "0/1=busy@399"], patient) as job:
+        job.wait_until(lambda: len(sums(job, "0/1")) > 20)
+        for _ in range(3):
+            job.kill("0/1", signal.SIGSTOP)
+            count = len(sums(job, "0/0"))
+            job.wait_until(lambda count=count: len(sums(job, "0/0")) >= min(count, 399))
+            job.kill("0/1", signal.SIGCONT)
+            job.wait_until(lambda count=count: len(sums(job, "0/0")) > min(count, 398))
+        assert job.finish() == 0, job.output()
+        assert not told(job, "failure_detected")
+        assert len(told(job, "view_committed")) == 1
+
+
+def _coordinator_pid(job: jobs.Job) -> int:
+    children = pathlib.Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+    for pid in map(int, children):
+        if b"lightning_ft.coordinator.standalone" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    raise AssertionError(f"no coordinator among {children}")
+
+
+def test_training_does_not_wait_for_the_coordinator(tmp_path: pathlib.Path) -> None:
+    """While it is stopped for longer than `heartbeat_timeout`, steps go on; when it goes on, it gives nobody up."""
+    with jobs.running(tmp_path, 3, ["plain_loop.py", "3000", "--width", "16"], QUICK) as job:
+        job.wait_until(lambda: len(job.records("0/0")) > 20)
+        pid = _coordinator_pid(job)
+        os.kill(pid, signal.SIGSTOP)
+        first_s = job.records("0/0")[-1]["time"]
+        job.wait_until(lambda: job.records("0/0")[-1]["time"] > first_s + 3.0)
+        os.kill(pid, signal.SIGCONT)
+        assert job.finish() == 0, job.output()
+        assert not told(job, "failure_detected")
+        assert len(told(job, "view_committed")) == 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_kill_the_coordinator_between_kills_of_members(tmp_path: pathlib.Path, seed: int) -> None:
+    """Wherever it dies in a view change, the members find the next one, and no step is lost."""
+    chance = random.Random(seed)
+    members = MEMBERS[:5]
+    victims = chance.sample(members, 4)
+    faults = [f"{victim}=reduction.issued@{10 + 10 * index}" for index, victim in enumerate(victims)]
+    point = chance.choice(["decision.made", "decision.saved", "member.told"])
+    faults.append(f"coordinator={point}@{chance.randint(3, 6)}")
+    with jobs.running(tmp_path, 5, ["plain_loop.py", "60"], {"LIGHTNING_FT_FAIL_AT": "; ".join(faults)}) as job:
+        check_job(job, 60, set(members) - set(victims), members, model="mlp")
+        assert told(job, "coordinator_restarted"), job.output()
