@@ -1,6 +1,7 @@
-"""One Lightning run for step_time.py: prints a JSON line with rank 0's step times and memory.
+"""One Lightning run for step_time.py, until it is killed: `step.py STRATEGY DEVICES WIDTH DEPTH BATCH`.
 
-step.py STRATEGY DEVICES WIDTH DEPTH BATCH STEPS
+Rank 0 writes the time of each batch start to $BENCH_DIR/STRATEGY.laps (8 bytes each, CLOCK_MONOTONIC), and after batch 60
+its memory to STRATEGY.json.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import logging
 import os
 import pathlib
-import statistics
+import struct
 import sys
 import time
 import warnings
@@ -44,59 +45,64 @@ class Model(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """Measures from batch start to batch start."""
+    """Writes down when each batch starts."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
         self.settled_mb = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, module: Model) -> None:
+        """Open the file."""
+        self.laps = os.open(self.path.with_suffix(".laps"), os.O_WRONLY | os.O_CREAT) if trainer.is_global_zero else -1
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Model, batch: Any, batch_idx: int) -> None:
         """Note the time."""
-        self.times.append(time.perf_counter())
+        if self.laps < 0:
+            return
+        os.write(self.laps, struct.pack("<d", time.monotonic()))
         if batch_idx == 5:
             self.settled_mb = memory_mb("VmRSS")
+        if batch_idx == 60:
+            num_parameters = sum(p.numel() for p in module.parameters())
+            result = {"settled_mb": self.settled_mb, "peak_mb": memory_mb("VmHWM"), "parameters": num_parameters}
+            self.path.with_suffix(".json").write_text(json.dumps(result))
+
+
+class Batches(torch.utils.data.Dataset[torch.Tensor]):
+    """The same sample, as often as anybody asks."""
+
+    def __init__(self, width: int) -> None:
+        self.sample = torch.randn(width)
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.sample
 
 
 def main() -> None:
-    """Run and print."""
-    strategy, devices, width, depth, batch, steps = sys.argv[1], *map(int, sys.argv[2:])
+    """Run until killed."""
+    strategy, devices, width, depth, batch = sys.argv[1], *map(int, sys.argv[2:])
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
-    clock = Clock()
+    directory = pathlib.Path(os.environ["BENCH_DIR"])
     trainer = L.Trainer(
         strategy=strategy,
         devices=devices,
         accelerator="cpu",
-        max_steps=steps,
-        max_epochs=-1,
+        max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[clock],
-        default_root_dir=os.environ.get("BENCH_DIR"),
+        callbacks=[Clock(directory / strategy)],
+        default_root_dir=directory,
     )
-    data = (
-        torch.randn(batch * steps * devices, width)
-        if width * batch * steps < 50_000_000
-        else torch.randn(batch, width).expand(steps * devices, batch, width).reshape(-1, width)
-    )
-    trainer.fit(Model(width, depth), torch.utils.data.DataLoader(data, batch_size=batch))
-    if trainer.is_global_zero:
-        laps = [after - before for before, after in zip(clock.times[10:], clock.times[11:], strict=False)]
-        print(
-            json.dumps(
-                {
-                    "step_s": statistics.median(laps),
-                    "settled_mb": clock.settled_mb,
-                    "peak_mb": memory_mb("VmHWM"),
-                    "parameters": sum(p.numel() for p in trainer.model.parameters()),  # type: ignore[union-attr]
-                }
-            ),
-            flush=True,
-        )
+    sampler = torch.utils.data.SequentialSampler(Batches(width))  # a shuffled list of a million would take memory
+    trainer.fit(Model(width, depth), torch.utils.data.DataLoader(Batches(width), batch_size=batch, sampler=sampler))
 
 
 if __name__ == "__main__":
