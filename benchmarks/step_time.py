@@ -1,16 +1,17 @@
-"""Step time and memory of `ft_ddp` against Lightning's own `ddp`: the same model and ranks, in alternating slices of time.
+"""Step time and memory of `ft_ddp` against Lightning's own `ddp`: the same model and ranks, in alternating slices.
 
     python benchmarks/step_time.py [--slices 40] [--sizes small large]
 
-Both jobs are started; then one of them is stopped (SIGSTOP to all its processes) while the other runs, in turns of a second or
-a few. So both see the same machine, however it changes. Only steps that lie wholly in a slice of their own count. The ratio
-is taken for each pair of neighbouring slices; the table shows the median and the quartiles of these ratios.
+Both jobs are started; then one of them is stopped (SIGSTOP to all its processes) while the other runs, in turns of a
+second or a few. So both see the same machine, however it changes. Only steps that lie wholly in a slice of their own
+count. The ratio is taken for each pair of neighbouring slices; the table shows the median and the quartiles of these.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -59,7 +60,7 @@ class Job:
         """Return begin and end of each step so far."""
         data = self.path.with_suffix(".laps").read_bytes()
         times = [time_s for (time_s,) in struct.iter_unpack("<d", data[: len(data) // 8 * 8])]
-        return list(zip(times, times[1:], strict=False))
+        return list(itertools.pairwise(times))
 
 
 def measure(size: str, num_slices: int, directory: pathlib.Path) -> str:
@@ -104,7 +105,10 @@ def main() -> None:
     parser.add_argument("--slices", type=int, default=40, help="of each job")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     arguments = parser.parse_args()
-    print("| model | step of ddp | step time, ratio (quartiles) | memory after the third step, ratio | peak memory, ratio |")
+    print(
+        "| model | step of ddp | step time, ratio (quartiles) "
+        "| memory after the third step, ratio | peak memory, ratio |"
+    )
     print("|---|---|---|---|---|")
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as directory:

@@ -1,7 +1,7 @@
 """One Lightning run for step_time.py, until it is killed: `step.py STRATEGY DEVICES WIDTH DEPTH BATCH`.
 
-Rank 0 writes the time of each batch start to $BENCH_DIR/STRATEGY.laps (8 bytes each, CLOCK_MONOTONIC), and after batch 60
-its memory to STRATEGY.json.
+Rank 0 writes the time of each batch start to $BENCH_DIR/STRATEGY.laps (8 bytes each, CLOCK_MONOTONIC), and after batch
+60 its memory to STRATEGY.json.
 """
 
 from __future__ import annotations

@@ -30,12 +30,12 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ft import lightning_internals, promotion
+from lightning_ft.child import watch_agent
 from lightning_ft.comm.backend import progress, register_backend
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.faultpoints import reach
-from lightning_ft.launch.child import watch_agent
 from lightning_ft.launch.launcher import AgentLauncher
 
 _log = logging.getLogger("lightning_ft")

@@ -40,7 +40,7 @@ MEMBER = """
     from lightning_ft.config import Settings
     from lightning_ft.coordinator.client import MembershipClient
     from lightning_ft.errors import FaultToleranceError
-    from lightning_ft.launch.child import watch_agent
+    from lightning_ft.child import watch_agent
     from lightning_ft.membership.events import Address
     from lightning_ft.membership.ids import from_ranges
 

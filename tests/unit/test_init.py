@@ -27,6 +27,7 @@ def test_the_public_names_are_these() -> None:
         "Settings",
         "StepCommit",
         "ft_ddp",
+        "progress",
     ]
     assert all(hasattr(lightning_ft, name) for name in lightning_ft.__all__)
 

@@ -15,6 +15,7 @@ PACKAGE = Path(lightning_ft.errors.__file__).parent
 
 LAYERS = (
     "errors",
+    "child",
     "faultpoints",
     "config",
     "event_log",

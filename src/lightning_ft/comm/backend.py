@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_ft.child import watch_agent
 from lightning_ft.comm.gloo import GlooTransport, reachable_host
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.rendezvous import defer_rendezvous
@@ -52,6 +53,7 @@ def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
         assert _ring is not None
         sequence = _ring.add_group(str(options.group_id), tuple(options.global_ranks_in_group))
         return FaultTolerantProcessGroup(_ring, sequence)
+    watch_agent()
     settings = Settings.resolve()
     missing = [name for name in _NEEDED if not os.environ.get(f"LIGHTNING_FT_{name}")]
     if missing:

@@ -207,7 +207,7 @@ class MembershipClient:
             logger.warning("[%s] the report %r was dropped: %s", self.member, event, error)
             return
         with self._changed:
-            if event == "log_directory":
+            if event == "log_directory" and self._log_directory is None:
                 self._log_directory = frame
             self._reports.append(frame)
         self._post(self._send_reports)

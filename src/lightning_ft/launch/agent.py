@@ -28,11 +28,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
+from lightning_ft import child as child_module
 from lightning_ft.config import ENV_PREFIX, Settings, parse_endpoint
 from lightning_ft.coordinator.agent_client import AgentClient
 from lightning_ft.coordinator.ending import job_status
 from lightning_ft.errors import LaunchError
-from lightning_ft.launch import child as child_module
 from lightning_ft.launch.coordinator import CoordinatorProcess
 from lightning_ft.launch.status import end_of, in_words, is_stopped
 from lightning_ft.membership import events

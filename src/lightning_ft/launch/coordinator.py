@@ -12,10 +12,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_ft import errors
+from lightning_ft import child, errors
 from lightning_ft.config import parse_endpoint
 from lightning_ft.coordinator.memory import make_files
-from lightning_ft.launch import child
 from lightning_ft.launch.status import end_of, in_words
 
 logger = logging.getLogger("lightning_ft")

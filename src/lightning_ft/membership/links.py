@@ -65,7 +65,7 @@ def accused(failures: Iterable[LinkFailure], max_failures: int) -> tuple[str, st
 
     def weight(member: str) -> tuple[int, int, tuple[int, int]]:
         links = sum(member in ends for ends in over)
-        reporters = {failure.reporter for failure in failures if failure.suspect == member}
+        reporters = {failure.reporter for failure in failures if failure.suspect == member and failure.ends not in over}
         return links, len(reporters), parse_logical_id(member)
 
     guilty = max({end for ends in over for end in ends}, key=weight)

@@ -238,17 +238,32 @@ def test_member_that_does_not_park_is_hung() -> None:
     assert [record["cause"] for record in job.records("failure_detected")] == ["hang"]
 
 
-def test_time_without_progress_counts_from_before_the_suspension() -> None:
+def test_time_waited_before_the_suspension_counts() -> None:
     """But for a grace of `heartbeat_timeout`, to hear of it and to park."""
     job = Job.running(A, B, C)
+    job.stands(A, waits=True)
     job.stands(B, idle=True)
-    job.tick(TIMEOUT_S, alive=(A, B, C))
+    job.tick(TIMEOUT_S - INTERVAL_S, alive=(A, B, C))
     job.exited(C)
     job.park(A)
     job.tick(SILENCE_S - INTERVAL_S, alive=(A, B))
     assert status(job, B) is Status.RUNNING
     job.tick(INTERVAL_S, alive=(A, B))
     assert status(job, B) is Status.GONE
+
+
+def test_whoever_nobody_waited_for_has_its_time() -> None:
+    """All have computed for long without a collective when one dies: the others are not to blame."""
+    job = Job.running(A, B, C)
+    job.stands(A, idle=True)
+    job.stands(B, idle=True)
+    job.tick(TIMEOUT_S, alive=(A, B, C))
+    job.exited(C)
+    job.tick(TIMEOUT_S - INTERVAL_S, alive=(A, B))
+    assert job.state.tally.running == 2
+    job.park(A, 3)
+    job.park(B, 3)
+    assert job.state.view.members == (A, B)
 
 
 def test_whoever_is_not_freed_by_a_suspension_is_hung() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightning_ft.launch import child
+from lightning_ft import child
 
 DEADLINE_S = 30
 
