@@ -14,7 +14,7 @@ import torch
 
 from tests.integration import jobs
 
-CASES = ("adamw", "batchnorm", "accumulate", "manual", "hook")
+CASES = ("adamw", "batchnorm", "accumulate", "manual")  # ddp ignores a communication hook on CPU
 
 
 def _members(num: int) -> tuple[str, ...]:
