@@ -371,7 +371,7 @@ OUTLIVE = """
 
 POINTS = [
     *(f"decision.{point}@{count}" for point in ("made", "saved") for count in (1, 2, 3, 4)),
-    *(f"member.told@{count}" for count in (1, 2, 3, 4, 5, 6, 8)),
+    *(f"member.told@{count}" for count in (2, 4, 6)),
 ]
 
 

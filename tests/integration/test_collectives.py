@@ -234,28 +234,12 @@ def test_impossible_calls_raise_on_all_members_and_the_group_goes_on(tmp_path: p
 
 def test_different_sizes_end_with_an_error(tmp_path: pathlib.Path) -> None:
     """Tensors of different sizes in one call end in an error within the timeout, not in rebuilding for ever."""
-    environment = {"LIGHTNING_FT_TIMEOUT": "15", "LIGHTNING_FT_HEARTBEAT_TIMEOUT": "2"}
+    environment = {"LIGHTNING_FT_TIMEOUT": "4", "LIGHTNING_FT_HEARTBEAT_TIMEOUT": "2"}
     with jobs.running(tmp_path, 3, ["endings.py", "shapes"], environment) as job:
         job.finish()  # its status is Gloo's: with some sizes it ends the process
         output = job.output()
         assert "doesn't match expected size" in output or "can't be done" in output or "different sizes" in output
         assert sum(event["event"] == "view_committed" for event in job.events()) < 20
-
-
-def test_silent_and_blocked_members(tmp_path: pathlib.Path) -> None:
-    """One that is stopped counts as silent, one that blocks for ever as hung; both are killed, the others go on."""
-    environment = {
-        "LIGHTNING_FT_FAIL_AT": "0/1=all_reduce.issued@20:stop",
-        "LIGHTNING_FT_HEARTBEAT_INTERVAL": "0.2",
-        "LIGHTNING_FT_HEARTBEAT_TIMEOUT": "2",
-        "LIGHTNING_FT_TIMEOUT": "15",  # also how long a member may take to start
-    }
-    with jobs.running(tmp_path, 4, ["endings.py", "silence"], environment) as job:
-        assert job.finish() == 0, job.output()
-        check_sums(job, ["0/0", "0/3"], [(15.0, 4), (13.0, 3), (9.0, 2)])
-        assert causes(job) == {"0/1": "heartbeat", "0/2": "hang"}
-        for member in ("0/1", "0/2"):
-            assert not pathlib.Path(f"/proc/{job.pid(member)}").exists()
 
 
 def test_forked_children_hold_nobody_up(tmp_path: pathlib.Path) -> None:

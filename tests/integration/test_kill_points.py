@@ -183,7 +183,7 @@ def test_kill_with_other_kinds_of_model(tmp_path: pathlib.Path, options: dict[st
         check_job(job, 100, {"0/1", "0/3"}, FIVE, **options)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(NUM_SWEEPS))
 def test_kill_with_two_models_in_one_backward(tmp_path: pathlib.Path, seed: int) -> None:
     """Both reductions start their buckets early, and each is finished before the next."""
     points = ["reduction.issued", "reduction.done", "commit.enter", "commit.issued", "commit.done", "bucket.started"]

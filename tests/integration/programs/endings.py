@@ -14,7 +14,6 @@ import os
 import pathlib
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 
@@ -90,15 +89,6 @@ def shapes(write: Write) -> None:
         write(event="error", text=str(error))
 
 
-def silence(write: Write) -> None:
-    """Member 1 is stopped by a fault, member 2 blocks for ever, the others go on."""
-    for step in range(60):
-        if (SLOT, step) == (2, 40):
-            write(event="blocked")
-            threading.Event().wait()
-        write(event="sum", step=step, value=total(2.0**SLOT), size=dist.get_world_size())
-
-
 def _sleep_in_child(path: str) -> None:
     found = [found for found in map(ports, open_sockets()) if found is not None]
     tcp = [pair for pair in found if pair[1] != int(os.environ["MASTER_PORT"])]  # torch's own store
@@ -170,9 +160,7 @@ def main() -> None:
     if arguments.mode == "forks":
         forks(arguments.out, write)
     else:
-        modes = {
-            mode.__name__: mode for mode in (leave_or_raise, all_raise, impossible, shapes, silence, groups, orphan)
-        }
+        modes = {mode.__name__: mode for mode in (leave_or_raise, all_raise, impossible, shapes, groups, orphan)}
         modes[arguments.mode](write)
     write(event="end")
 

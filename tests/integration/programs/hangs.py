@@ -1,7 +1,8 @@
 """Members that hang in different ways between two collectives: `hangs.py OUT STEPS [MEMBER=WAY@STEP]...`.
 
 Ways: `loop` (in Python), `lock` (waits for a lock that nobody releases), `gil` (one call into C that never lets go of
-the interpreter), `busy` (works for long, and says so). Each member appends JSON lines to OUT/<node>-<slot>.jsonl.
+the interpreter), `stop` (SIGSTOP), `busy` (works for long, and says so). Each member appends JSON lines to
+OUT/<node>-<slot>.jsonl.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import sys
 import threading
 import time
@@ -50,7 +52,12 @@ def be_busy() -> None:
         time.sleep(0.1)
 
 
-WAYS = {"loop": hang_in_a_loop, "lock": hang_at_a_lock, "gil": hang_with_the_gil, "busy": be_busy}
+def stop() -> None:
+    """Do nothing any more, with all threads."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+WAYS = {"loop": hang_in_a_loop, "lock": hang_at_a_lock, "gil": hang_with_the_gil, "stop": stop, "busy": be_busy}
 
 
 def main() -> None:
