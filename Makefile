@@ -37,6 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: setup
+	@command -v ip >/dev/null || test "$$(id -u)" != 0 || { apt-get update -q && apt-get install -y -q iproute2; }
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-quick: setup
