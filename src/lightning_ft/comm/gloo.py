@@ -36,6 +36,9 @@ from lightning_ft.membership.events import Address
 _LOOK = datetime.timedelta(seconds=1)
 """How often a blocked wait looks whether its group was severed meanwhile; costs nothing."""
 
+_CONNECT_TIME = datetime.timedelta(seconds=0.05)
+"""Added to the time for making a group for each member of it: each connects to all others."""
+
 _FOREVER = datetime.timedelta(days=365)
 
 _GRACE_S = 5.0
@@ -145,8 +148,8 @@ class GlooTransport:
 
     Args:
         host: Address of this machine that the other members can reach.
-        build_timeout_s: How long the members may take to meet. An inner collective may take any time: who hangs is the
-            coordinator's to judge, who sees all.
+        build_timeout_s: How long the members may take to meet, besides what their number takes. An inner collective may
+            take any time: who hangs is the coordinator's to judge, who sees all.
         silence_s: After how long the kernel gives up a peer whose host does not answer.
     """
 
@@ -254,7 +257,7 @@ class GlooTransport:
         peers = [PeerAddress.read(text.decode()) for text in texts]
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._device]
-        options._timeout = self._timeout
+        options._timeout = self._timeout + size * _CONNECT_TIME
         try:
             group = dist.ProcessGroupGloo(prefixed, rank, size, options)
         except RuntimeError as error:
