@@ -35,7 +35,9 @@ def _parser() -> argparse.ArgumentParser:
         help="start a training script, one process per device",
         usage="lightning-ft run [options] (SCRIPT | -m MODULE) [arguments ...]",
     )
-    run.add_argument("--nproc-per-node", "--nproc_per_node", type=_positive, default=1, metavar="N")
+    run.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=_positive, default=1, metavar="N", help="processes (default: 1)"
+    )
     run.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="nodes of the job, each with N processes")
     run.add_argument("--node-rank", "--node_rank", type=int, default=0, metavar="I", help="0 hosts the coordinator")
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")

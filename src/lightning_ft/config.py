@@ -52,6 +52,8 @@ class Settings:
     enable: bool = True
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name))
         if self.min_world_size < 1:
             raise ValueError(f"min_world_size must be at least 1, got {self.min_world_size!r}")
         if self.max_failures is not None and self.max_failures < 0:
@@ -92,6 +94,12 @@ class Settings:
         return cls(**values)
 
 
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the variables with our prefix that nobody reads: most likely misspelt."""
+    known = {field.name.upper() for field in dataclasses.fields(Settings)} | _OTHER_VARIABLES
+    return sorted(name for name in environ if name.startswith(ENV_PREFIX) and name[len(ENV_PREFIX) :] not in known)
+
+
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
     """Split `host:port` (`[::1]:port` for IPv6).
 
@@ -109,6 +117,14 @@ def _read(variable: str, text: str, reader: Callable[[str], Any]) -> Any:
         return reader(text)
     except ValueError as error:
         raise ValueError(f"environment variable {variable}={text!r} can't be read: {error}") from None
+
+
+def _check_type(name: str, value: object) -> None:
+    """Raises: ValueError: A value given in Python is of another type than what would be read from the environment."""
+    expected = _TYPES[name]
+    if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in expected)
+        raise ValueError(f"{name} must be {names}, got {value!r}")
 
 
 def _flag(text: str) -> bool:
@@ -134,3 +150,29 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "event_log": str,
     "enable": _flag,
 }
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "min_world_size": (int,),
+    "max_failures": (int, type(None)),
+    "heartbeat_interval": (int, float),
+    "heartbeat_timeout": (int, float),
+    "timeout": (int, float),
+    "max_link_failures": (int,),
+    "coordinator": (str, type(None)),
+    "process_group_backend": (str, type(None)),
+    "event_log": (str, type(None)),
+    "enable": (bool,),
+}
+
+_OTHER_VARIABLES = {
+    "AGENT_FD",
+    "AGENT_PID",
+    "EXPECTED",
+    "FAIL_AT",
+    "HOST",
+    "INCARNATION",
+    "MEMBER",
+    "STACKS_FD",
+    "TOKEN",
+}
+"""What else is read from the environment, here and in other modules."""

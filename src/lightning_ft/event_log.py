@@ -199,6 +199,8 @@ def describe(event: str, fields: dict[str, Any]) -> tuple[int, str]:
     if event == "failed":
         fields = {**fields, "exception": last_line(str(fields.get("exception", "")))}
     level, template = _SENTENCES.get(event, (logging.INFO, event.replace("_", " ")))
+    if event == "member_exited" and fields.get("status"):
+        level = logging.INFO
     rest = ", ".join(f"{name}={_brief(value)}" for name, value in fields.items() if f"{{{name}}}" not in template)
     try:
         sentence = template.format_map({name: _brief(value) for name, value in fields.items()})
@@ -222,7 +224,7 @@ _SENTENCES: dict[str, tuple[int, str]] = {
     "view_suspended": (logging.WARNING, "training is suspended: {reason}"),
     "view_committed": (logging.INFO, "the members are now {members}: {reason}"),
     "quorum_missing": (logging.WARNING, "training can't go on yet: {reason}"),
-    "job_stopped": (logging.INFO, "the coordinator is done: {reason}"),
+    "job_stopped": (logging.INFO, "training is over: {reason}"),
 }
 """Level and sentence per event; one that isn't here is said by its name. Fields outside the sentence are appended."""
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+import re
 
 import pytest
 
-from lightning_ft.config import Settings, parse_endpoint
+import lightning_ft.config
+from lightning_ft.config import Settings, parse_endpoint, unknown_variables
 
 
 def test_precedence_argument_variable_alias_default() -> None:
@@ -78,6 +81,34 @@ def test_a_wrong_value_is_told_with_the_rule(arguments: dict[str, object], told:
     """The error names the setting, the rule and the value."""
     with pytest.raises(ValueError, match=told):
         Settings.resolve({}, **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"min_world_size": "two"}, {"min_world_size": True}, {"timeout": "60"}, {"max_failures": 1.5}, {"coordinator": 1}],
+    ids=str,
+)
+def test_a_value_of_another_type_is_told(arguments: dict[str, object]) -> None:
+    """Not only by what it breaks later."""
+    (name,) = arguments
+    with pytest.raises(ValueError, match=f"{name} must be .*, got"):
+        Settings.resolve({}, **arguments)
+
+
+def test_misspelt_variables_are_found() -> None:
+    """Whatever has our prefix and is read by nobody."""
+    environ = {"LIGHTNING_FT_MIN_WORLD": "2", "LIGHTNING_FT_TIMEOUT": "9", "LIGHTNING_FT_TOKEN": "x", "PATH": ""}
+    assert unknown_variables(environ) == ["LIGHTNING_FT_MIN_WORLD"]
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    """The sources name them with the prefix or by the agent's constant."""
+    package = pathlib.Path(lightning_ft.config.__file__).parent
+    text = "".join(path.read_text() for path in package.rglob("*.py"))
+    named = set(re.findall(r"LIGHTNING_FT_[A-Z_]*[A-Z]", text)) | {
+        f"LIGHTNING_FT_{name}" for name in re.findall(r"\{ENV_PREFIX\}([A-Z_]+)", text)
+    }
+    assert unknown_variables(dict.fromkeys(named, "")) == []
 
 
 def test_an_unknown_setting_is_refused() -> None:

@@ -254,14 +254,21 @@ class Ring:
             if sequence.works is None:
                 self._recover_from(operation, RingBrokenError("it could not be started"))
                 continue
-            try:
-                sequence.finish()
-            except _BROKEN as error:
-                sequence.note_failure(error)
-                self._recover_from(operation, error)
-            else:
+            failure = self._try_to_finish(sequence)
+            if failure is None:
                 self._finalized(sequence, operation)
                 reach(f"{operation.name}.done")
+            else:  # not within an except clause: what recovering raises has nothing to do with how the group broke
+                self._recover_from(operation, failure)
+
+    @staticmethod
+    def _try_to_finish(sequence: CollectiveSequence) -> Exception | None:
+        try:
+            sequence.finish()
+        except _BROKEN as error:
+            sequence.note_failure(error)
+            return error
+        return None
 
     def _complete(self, sequence: CollectiveSequence, operation: Operation) -> None:
         if not operation.is_final:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 from lightning_ft import child as child_module
-from lightning_ft.config import ENV_PREFIX, Settings, parse_endpoint
+from lightning_ft.config import ENV_PREFIX, Settings, parse_endpoint, unknown_variables
 from lightning_ft.coordinator.agent_client import AgentClient
 from lightning_ft.coordinator.ending import job_status
 from lightning_ft.errors import LaunchError
@@ -135,6 +135,8 @@ class Agent:
         self._num_interrupts = 0
         self._early_signals: list[signal.Signals] | None = []
         self._given_up = asyncio.Event()
+        for name in unknown_variables(os.environ):
+            logger.warning("the environment variable %s means nothing to lightning_ft; is it misspelt?", name)
         missing = [self._member(slot) for slot in range(num_slots) if self._member(slot) not in self._expected]
         if missing:
             raise ValueError(f"expected_members must hold the members of node {node}, but lacks {missing}")

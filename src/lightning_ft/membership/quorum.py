@@ -25,7 +25,7 @@ def quorum(state: State, now_s: float, settings: Settings) -> tuple[tuple[str, .
         return None, "no member is parked"
     present = tally.parked + tally.leaving + tally.released  # whoever leaves in peace is not missed
     if present < settings.min_world_size:
-        return None, f"{present} members are left, min_world_size is {settings.min_world_size}"
+        return None, f"members left: {present}, min_world_size is {settings.min_world_size}"
     missing = state.target - present
     if settings.max_failures is not None and missing > settings.max_failures:
         return None, f"{missing} of {state.target} members are missing, max_failures is {settings.max_failures}"

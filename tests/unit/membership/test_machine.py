@@ -316,8 +316,8 @@ def test_hopeless_stops_at_once() -> None:
     job = Job.running(A, B, min_world_size=2)
     job.exited(B)
     job.park(A)
-    assert job.of(effects.Stop) == [effects.Stop(A, "1 members are left, min_world_size is 2")]
-    assert job.records("job_stopped") == [{"member": None, "reason": "1 members are left, min_world_size is 2"}]
+    assert job.of(effects.Stop) == [effects.Stop(A, "members left: 1, min_world_size is 2")]
+    assert job.records("job_stopped") == [{"member": None, "reason": "members left: 1, min_world_size is 2"}]
     assert job.state.phase is Phase.STOPPED
 
 

@@ -73,7 +73,7 @@ def decide(letters: str, joiners: tuple[Joiner, ...] = (), **settings: int) -> t
         ("LLb", {}, "0/0 0/1 0/2", "1 of 3 members parked, 2 that leave hold a result that the others need"),
         ("LbUU", {}, "0/0 0/1", "1 of 4 members parked, 1 that leave hold a result that the others need"),
         ("UUbL", {}, "none", "2 members are only half: 2 of the gone, among them 0/0, may still run"),
-        ("PDD", {"min_world_size": 2}, "none", "1 members are left, min_world_size is 2"),
+        ("PDD", {"min_world_size": 2}, "none", "members left: 1, min_world_size is 2"),
         ("PLX", {"min_world_size": 3}, "0/0", "1 of 3 members parked"),
         ("PDD", {"max_failures": 1}, "none", "2 of 3 members are missing, max_failures is 1"),
         ("PDX", {"max_failures": 1}, "0/0", "1 of 3 members parked"),
