@@ -457,6 +457,25 @@ def test_signal_is_passed_on(stage: Stage, name: str) -> None:
     assert [stage.noted(member, "got") for member in ("0/0", "0/1")] == [name, name]
 
 
+def test_children_that_do_not_end_when_asked_are_made_to(stage: Stage) -> None:
+    """All have left their last collective, a stop is asked for, and one does not listen: it gets the grace time."""
+    deaf = """
+    client.leave(0)
+    client.close()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note("left")
+    if member == "0/1":
+        while True:
+            time.sleep(60)
+    """
+    runner = stage.directory / "runner.py"
+    runner.write_text(BARE + textwrap.dedent(RUNNER))
+    agent = stage.start([sys.executable, str(runner), str(stage.script(MEMBER, deaf))])
+    stage.wait_for_notes("left", "0/0", "0/1")
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(DEADLINE_S) == 128 + signal.SIGKILL
+
+
 def test_second_interrupt_kills(stage: Stage) -> None:
     """Whoever did not end on Ctrl-C is killed on the next."""
     agent = stage.run(stage.script(LISTENER), STUBBORN="1")

@@ -6,14 +6,20 @@ Gloo can't abort a collective, but a collective whose sockets are shut down fail
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from lightning_ft.coordinator.channel import notice_silence
 
 _TCP_ESTABLISHED = 1
+
+_FORK_PAUSE_US = 1000
+
+_libc = ctypes.PyDLL(None)
 
 _DESCRIPTORS = "/proc/self/fd"
 
@@ -101,9 +107,13 @@ def _borrow(descriptor: Descriptor) -> Iterator[socket.socket]:
 
 
 class ForkGuard:
-    """Keeps sockets out of forked children.
+    """Keeps sockets out of forked children, and forks out of a deadlock.
 
     A DataLoader worker is a fork. If it kept the ring's sockets open, the peers would not see its parent die.
+
+    Until Python 3.11 a forked child takes the lock on the list of threads before it makes it anew. Gloo's threads take
+    that lock when they let go of a tensor, and do so without the interpreter's lock: a fork in just that moment never
+    ends. Therefore the parent takes the lock once before it forks, so that whoever holds it has to let go first.
 
     Args:
         sockets: Called in the child; returns the sockets that the child must not hold.
@@ -111,8 +121,13 @@ class ForkGuard:
 
     def __init__(self, sockets: Callable[[], Iterable[Descriptor]]) -> None:
         self._sockets = sockets
-        os.register_at_fork(after_in_child=self._close)
+        os.register_at_fork(before=self._wait_for_other_threads, after_in_child=self._close)
         self._is_active = True
+
+    def _wait_for_other_threads(self) -> None:
+        if self._is_active:
+            _libc.usleep(_FORK_PAUSE_US)  # keeps the interpreter's lock: threads that want it come to rest
+            sys._current_frames()
 
     def _close(self) -> None:
         if not self._is_active:

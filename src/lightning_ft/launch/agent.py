@@ -135,6 +135,7 @@ class Agent:
         self._num_interrupts = 0
         self._early_signals: list[signal.Signals] | None = []
         self._given_up = asyncio.Event()
+        self._asked_to_stop = asyncio.Event()
         for name in unknown_variables(os.environ):
             logger.warning("the environment variable %s means nothing to lightning_ft; is it misspelt?", name)
         missing = [self._member(slot) for slot in range(num_slots) if self._member(slot) not in self._expected]
@@ -257,15 +258,25 @@ class Agent:
         child.end_rest(signal.SIGKILL if status else signal.SIGTERM)
 
     async def _wait(self) -> None:
-        """Stay until all children ended, or had their time to do so after the coordinator gave the job up."""
-        assert self._client is not None
+        """Stay until all children ended, or had their time to do so after there was nothing more to do for them."""
         all_ended = asyncio.create_task(asyncio.wait(self._watchers))
-        stopped = asyncio.create_task(self._client.stopped.wait())
-        await asyncio.wait((all_ended, stopped), return_when=asyncio.FIRST_COMPLETED)
-        # Members of a failed job were told, say why and exit by themselves. Whoever was released may take its time.
-        await asyncio.wait((all_ended,), timeout=self._patience_s)
+        is_over = asyncio.create_task(self._is_over())
+        await asyncio.wait((all_ended, is_over), return_when=asyncio.FIRST_COMPLETED)
+        if is_over.done():
+            await asyncio.wait((all_ended,), timeout=self._grace_s)
         all_ended.cancel()
-        stopped.cancel()
+        is_over.cancel()
+
+    async def _is_over(self) -> None:
+        """Wait until no child has work: the job was given up, or all members left and the user wants an end.
+
+        Members of a failed job were told, say why and exit by themselves. Whoever was released may take its time, to
+        write its results; but not if everything was asked to stop.
+        """
+        assert self._client is not None
+        await self._client.stopped.wait()
+        if not self._client.is_failed:
+            await self._asked_to_stop.wait()
 
     @property
     def _patience_s(self) -> float | None:
@@ -341,6 +352,8 @@ class Agent:
         if self._early_signals is not None:
             self._early_signals.append(number)  # some children don't exist yet
             return
+        if number in (signal.SIGINT, signal.SIGTERM):
+            self._asked_to_stop.set()
         if not self._alive():
             if number in (signal.SIGINT, signal.SIGTERM):
                 self._given_up.set()  # only other nodes are waited for
