@@ -370,8 +370,8 @@ OUTLIVE = """
 """
 
 POINTS = [
-    *(f"decision.{point}@{count}" for point in ("made", "saved") for count in (1, 2, 3, 4)),
-    *(f"member.told@{count}" for count in (2, 4, 6)),
+    *(f"decision.{point}@{count}" for point in ("made", "saved") for count in (1, 2, 3)),
+    *(f"member.told@{count}" for count in (3, 5)),
 ]
 
 

@@ -254,12 +254,12 @@ def test_a_death_after_the_results_are_known_leaves_no_hole(tmp_path: pathlib.Pa
 
 def test_what_the_dead_had_to_evaluate_is_said(tmp_path: pathlib.Path) -> None:
     """A member that dies in a validation leaves a hole, and the event log tells its size."""
-    program = ["lightning_fit.py", "--devices", "4", "--epochs", "1"]
+    program = ["lightning_fit.py", "--devices", "3", "--epochs", "1"]
     with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": "0/2=evaluation.batch@5"}) as job:
-        _check_run(job, 4, set(_members(4)) - {"0/2"})
+        _check_run(job, 3, set(_members(3)) - {"0/2"})
         (event,) = [event for event in job.events() if event["event"] == "evaluation_incomplete"]
         assert event["stage"] == "validation"
-        assert event["coverage"] == pytest.approx(0.75)
+        assert event["coverage"] == pytest.approx(2 / 3, abs=1e-5)
         assert event["missing"] == ["0/2"]
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 from simulation import Simulation
 
-NUM_SCHEDULES = int(os.environ.get("SIM_SCHEDULES", "1000"))
+NUM_SCHEDULES = int(os.environ.get("SIM_SCHEDULES", "750"))
 CHUNK = 250
 
 

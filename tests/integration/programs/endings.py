@@ -120,7 +120,7 @@ def forks(out: pathlib.Path, write: Write) -> None:
 
 def groups(write: Write) -> None:
     """Make, use and destroy many sub-groups, with names that torch counts and with names that it repeats."""
-    for number in range(80):
+    for number in range(40):
         if number == 10:
             write(event="descriptors", count=len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - names alone
         group = dist.new_group([0, 1], use_local_synchronization=bool(number % 2))
