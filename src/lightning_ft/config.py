@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,8 +53,7 @@ class Settings:
     enable: bool = True
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name))
+        _check_types(self)
         if self.min_world_size < 1:
             raise ValueError(f"min_world_size must be at least 1, got {self.min_world_size!r}")
         if self.max_failures is not None and self.max_failures < 0:
@@ -119,12 +119,13 @@ def _read(variable: str, text: str, reader: Callable[[str], Any]) -> Any:
         raise ValueError(f"environment variable {variable}={text!r} can't be read: {error}") from None
 
 
-def _check_type(name: str, value: object) -> None:
+def _check_types(settings: Settings) -> None:
     """Raises: ValueError: A value given in Python is of another type than what would be read from the environment."""
-    expected = _TYPES[name]
-    if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
-        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in expected)
-        raise ValueError(f"{name} must be {names}, got {value!r}")
+    for name, hint in typing.get_type_hints(Settings).items():
+        value = getattr(settings, name)
+        expected = int | float if hint is float else hint
+        if not isinstance(value, expected) or (isinstance(value, bool) and hint is not bool):
+            raise ValueError(f"{name} must be {getattr(hint, '__name__', hint)}, got {value!r}")
 
 
 def _flag(text: str) -> bool:
@@ -149,19 +150,6 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "process_group_backend": str,
     "event_log": str,
     "enable": _flag,
-}
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "min_world_size": (int,),
-    "max_failures": (int, type(None)),
-    "heartbeat_interval": (int, float),
-    "heartbeat_timeout": (int, float),
-    "timeout": (int, float),
-    "max_link_failures": (int,),
-    "coordinator": (str, type(None)),
-    "process_group_backend": (str, type(None)),
-    "event_log": (str, type(None)),
-    "enable": (bool,),
 }
 
 _OTHER_VARIABLES = {

@@ -65,6 +65,14 @@ MEMBER = """
         note(f"view{view.generation}", " ".join(view.members))
 """
 
+OUTLIVE = """
+    if member == "0/1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    next_view()
+    client.leave(0)
+    client.close()
+"""
+
 NOTE = """
     import os
     from pathlib import Path
@@ -262,14 +270,7 @@ def test_status_of_a_plain_script_is_the_jobs(stage: Stage, code: str, status: i
 
 def test_job_that_survives_a_death_succeeds(stage: Stage) -> None:
     """One of three is killed; the others go on, leave and are released: status 0."""
-    death = """
-    if member == "0/1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    next_view()
-    client.leave(0)
-    client.close()
-    """
-    assert stage.run(stage.script(MEMBER, death), *PATIENT, num_slots=3).wait(DEADLINE_S) == 0
+    assert stage.run(stage.script(MEMBER, OUTLIVE), *PATIENT, num_slots=3).wait(DEADLINE_S) == 0
     assert stage.wait_for_notes("view2", "0/0", "0/2") == ["0/0 0/2"] * 2
     (failure,) = stage.logged("failure_detected")
     assert failure["member"] == "0/1"
@@ -360,14 +361,6 @@ def test_hung_member_is_killed_and_the_job_goes_on(stage: Stage) -> None:
 
 
 # The coordinator's own death.
-
-OUTLIVE = """
-    if member == "0/1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    next_view()
-    client.leave(0)
-    client.close()
-"""
 
 POINTS = [
     *(f"decision.{point}@{count}" for point in ("made", "saved") for count in (1, 2, 3)),

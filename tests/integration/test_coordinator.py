@@ -481,7 +481,7 @@ BAD_AGENT_FRAMES: dict[str, tuple[str | bytes, ...]] = {
     "before-hello": ('{"type":"heartbeat"}',),
     "for-members": (hello("0/0"),),
     "twice": (AGENT_HELLO, AGENT_HELLO, "["),
-    "of-a-member": (AGENT_HELLO, '{"type":"park","generation":1,"completed":9,"reason":"start","waited_s":0}'),
+    "of-a-member": (AGENT_HELLO, '{"type":"park","generation":1,"completed":9,"reason":"start","admits":false}'),
     "wrong-incarnation": ('{"type":"agent_hello","node":0,"incarnations":{"0/0":-1}}',),
     "missing-field": (AGENT_HELLO, '{"type":"exited","member":"0/0","status":0,"detail":"","stacks":""}'),
     "oversized": (AGENT_HELLO, json.dumps({"type": "heartbeat", "more": "x" * (1 << 20)})),

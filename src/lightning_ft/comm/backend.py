@@ -63,7 +63,7 @@ def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
             'Trainer(strategy="ft_ddp"), which starts the processes itself.'
         )
     endpoint = os.environ["LIGHTNING_FT_COORDINATOR"]
-    transport = GlooTransport(reachable_host(endpoint), settings.heartbeat_timeout, settings.heartbeat_timeout)
+    transport = GlooTransport(reachable_host(endpoint), settings.heartbeat_timeout)
     member = os.environ["LIGHTNING_FT_MEMBER"]
     client = MembershipClient(
         endpoint=endpoint,

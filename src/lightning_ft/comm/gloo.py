@@ -148,15 +148,14 @@ class GlooTransport:
 
     Args:
         host: Address of this machine that the other members can reach.
-        build_timeout_s: How long the members may take to meet, besides what their number takes. An inner collective may
-            take any time: who hangs is the coordinator's to judge, who sees all.
-        silence_s: After how long the kernel gives up a peer whose host does not answer.
+        silence_s: How long a peer's host may be silent: while they meet, besides what the number of members takes, and
+            after that for the kernel. An inner collective may take any time: who hangs is the coordinator's to judge,
+            who sees all.
     """
 
-    def __init__(self, host: str, build_timeout_s: float, silence_s: float) -> None:
+    def __init__(self, host: str, silence_s: float) -> None:
         self.host = host
-        self._timeout = datetime.timedelta(seconds=build_timeout_s)
-        self._silence_s = silence_s
+        self._timeout = datetime.timedelta(seconds=silence_s)
         before = open_sockets()
         listener = socket.create_server((host, 0))
         self._store = dist.TCPStore(  # given a listener, it does not listen on every interface
@@ -266,7 +265,7 @@ class GlooTransport:
         group._set_default_timeout(_FOREVER)
         group_ports = [peer.group_port for peer in peers]
         opened = tuple(_ring_sockets(open_sockets() - before, self._listener_port, group_ports))
-        tune(opened, self._silence_s)
+        tune(opened, self._timeout.total_seconds())
         return InnerGroup(group, store, {*opened, *build.sockets}, _outgoing(opened, peers))
 
 

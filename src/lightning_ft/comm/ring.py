@@ -7,7 +7,6 @@ and `LiveView.sever`, which the monitor thread calls to free it from a blocking 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from lightning_ft.comm.gloo import CallerError, GlooTransport, RingBrokenError
 from lightning_ft.comm.live_view import LiveView
 from lightning_ft.comm.operations import Kind, Operation, Place
+from lightning_ft.comm.recovery import Recovery, redone
 from lightning_ft.comm.sequence import CollectiveSequence, Settled
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.activity import Activity
@@ -30,17 +30,6 @@ _QUICK_ROUNDS = 8
 
 _BROKEN = (RingBrokenError, RuntimeError, ValueError, TypeError, LookupError)
 """What a collective raises that fails, because of a peer or because torch can't do it."""
-
-
-@dataclasses.dataclass(slots=True)
-class Recovery:
-    """How one recovery went, for the event log. Durations in seconds, summed over its rounds."""
-
-    started_s: float
-    rounds: int = 0
-    park_s: float = 0.0
-    rebuild_s: float = 0.0
-    settle_s: float = 0.0
 
 
 class Ring:
@@ -415,7 +404,7 @@ class Ring:
             settle_s=round(recovery.settle_s, 6),
             rounds=recovery.rounds,
             step=self._settled_step,
-            redone=_redone(settled),
+            redone=redone(settled),
             contributors=list(self.members_of(settled.kept_generation) if is_reduced else view.members),
         )
 
@@ -451,15 +440,3 @@ class _CallerErrors:
 
 
 _caller_errors = _CallerErrors()
-
-
-def _redone(settled: Settled) -> str:
-    if settled.handed_over is Kind.COMMIT:
-        return "commit"
-    if settled.handed_over is not Kind.NONE:
-        return "result"
-    if settled.pending is Kind.REDUCTION:
-        return "reduce"
-    if settled.pending is Kind.COMMIT:
-        return "commit"
-    return "none"

@@ -7,6 +7,7 @@ other. What a child finds in its environment:
     LIGHTNING_FT_MEMBER, LIGHTNING_FT_INCARNATION    who it is (`node/slot`), and its how-manieth start this is
     LIGHTNING_FT_EXPECTED                            the members the job starts with, as ranges (`0-3/0-7`)
     LIGHTNING_FT_AGENT_FD, LIGHTNING_FT_AGENT_PID    a pipe that ends when the agent does (see `child.watch_agent`)
+    LIGHTNING_FT_STACKS_FD                           a file for its threads' stacks (see `child.STACKS_SIGNAL`)
     LIGHTNING_FT_<SETTING>                           the settings, as this agent resolved them
     RANK, LOCAL_RANK, NODE_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT    as with torchrun
 """

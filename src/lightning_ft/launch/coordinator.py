@@ -64,11 +64,6 @@ class CoordinatorProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: asyncio.Task[None] | None = None
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the present coordinator."""
-        return None if self._process is None else self._process.pid
-
     def start(self, environment: Mapping[str, str]) -> None:
         """Start it, and again whenever it dies; call it in the main thread."""
         self._keeper = asyncio.get_running_loop().create_task(

@@ -7,6 +7,7 @@ One function per event, found in a table. Rules (PROTOCOL.md section 3) and wher
     C5               `_live_sender`, `_is_stale`
     C7               `_on_ready`, `transitions.commit`
     C8               `deadlines`
+    C9               `snapshot`
     C10              `links`, `transitions.conclude`
 
 An event that is illegal or too late changes nothing and yields `Refuse`, followed by what its sender is to be told.

@@ -66,14 +66,22 @@ def suspend(turn: Turn, member: str, reason: str) -> None:
     generation = turn.state.generation
     # Whoever is waited for has `timeout` from when the first began to wait, which may be now. It is in any case given
     # as long as a silent member, to hear of the suspension and to park.
-    waits_s = [member.waits_since_s for member in turn.state.members.scan() if member.waits_since_s is not None]
-    first_s = min([turn.clock_s, *waits_s])
+    first_s = min([turn.clock_s, *_waits_since_s(turn)])
     deadline_s = max(turn.clock_s + turn.settings.heartbeat_timeout, first_s + turn.settings.timeout)
     turn.change(phase=Phase.SUSPENDED, hang_deadline_s=deadline_s)
     turn.record("view_suspended", member, reason=reason)
     for other in turn.state.view.members:
         if turn.state.members[other].status is Status.RUNNING:
             turn.emit(effects.Suspend(other, generation, reason))
+
+
+def _waits_since_s(turn: Turn) -> list[float]:
+    """Since when those wait that may go on; whoever is out keeps what it said last, which counts no more."""
+    return [
+        member.waits_since_s
+        for member in turn.state.members.scan()
+        if member.waits_since_s is not None and member.status in (Status.RUNNING, Status.PARKED)
+    ]
 
 
 def gone(turn: Turn, member: Member, cause: Cause, detail: str, *, is_proven: bool) -> None:

@@ -26,7 +26,7 @@ def together(*calls: Callable[[], Result]) -> list[Result]:
 @contextlib.contextmanager
 def transports(num_members: int, timeout_s: float = 90.0) -> Iterator[list[GlooTransport]]:
     """Make a transport for each member."""
-    made = [GlooTransport("127.0.0.1", timeout_s, 60.0) for _ in range(num_members)]
+    made = [GlooTransport("127.0.0.1", timeout_s) for _ in range(num_members)]
     try:
         yield made
     finally:

@@ -266,6 +266,22 @@ def test_whoever_nobody_waited_for_has_its_time() -> None:
     assert job.state.view.members == (A, B)
 
 
+def test_what_the_dead_waited_for_does_not_count() -> None:
+    """A member that died long ago, in a collective, must not shorten anybody's time in a later view."""
+    job = Job.running(A, B, C, D)
+    job.stands(D, waits=True)
+    job.tick(INTERVAL_S, alive=(A, B, C, D))
+    job.exited(D)
+    for member in (A, B, C):
+        job.park(member, 3)
+    job.stands(A, idle=True)
+    job.stands(B, idle=True)
+    job.tick(2 * TIMEOUT_S, alive=(A, B, C))
+    job.exited(C)
+    job.tick(TIMEOUT_S - INTERVAL_S, alive=(A, B))
+    assert job.state.tally.running == 2, "nobody has waited for them until now"
+
+
 def test_whoever_is_not_freed_by_a_suspension_is_hung() -> None:
     """A severed collective ends at once; one that waits in it for `timeout` does not listen."""
     job = Job.running(A, B, C)

@@ -1,0 +1,32 @@
+"""How a recovery went, for the event log."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lightning_ft.comm.operations import Kind
+from lightning_ft.comm.sequence import Settled
+
+
+@dataclasses.dataclass(slots=True)
+class Recovery:
+    """One recovery, over all its rounds. Durations in seconds."""
+
+    started_s: float
+    rounds: int = 0
+    park_s: float = 0.0
+    rebuild_s: float = 0.0
+    settle_s: float = 0.0
+
+
+def redone(settled: Settled) -> str:
+    """Say what had to be done again: `reduce`, `commit`, `result` or `none` (README, Event log)."""
+    if settled.handed_over is Kind.COMMIT:
+        return "commit"
+    if settled.handed_over is not Kind.NONE:
+        return "result"
+    if settled.pending is Kind.REDUCTION:
+        return "reduce"
+    if settled.pending is Kind.COMMIT:
+        return "commit"
+    return "none"
