@@ -180,7 +180,7 @@ def test_two_at_once_and_all_but_one(tmp_path: pathlib.Path) -> None:
     with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
         _check_run(job, 4, {"0/3"})
         output = (job.out / "output.txt").read_text()
-        assert "[0/0 g1] is lost: killed by SIGKILL" in output
+        assert "[0/0 g1] is lost: " in output
         assert "[0/3 g3] training goes on in step " in output
 
 
