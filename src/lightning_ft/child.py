@@ -14,6 +14,7 @@ import signal
 import stat
 import sys
 import threading
+from typing import NoReturn
 
 AGENT_FD_VARIABLE = "LIGHTNING_FT_AGENT_FD"
 """Names the read end of a pipe whose write end only the agent holds."""
@@ -29,8 +30,10 @@ ORPHAN_STATUS = 128 + signal.SIGKILL
 """Exit status of a child that ends because its agent did."""
 
 _PR_SET_PDEATHSIG = 1
+_LAST_LOOK_S = 1.0
 
 _started = threading.Lock()
+_stacks_fd: int | None = None
 
 
 def watch_agent() -> bool:
@@ -61,10 +64,32 @@ def watch_agent() -> bool:
 
 def _offer_stacks() -> None:
     """Let the agent see where this process hangs; works without the interpreter, so also while a C call holds it up."""
+    global _stacks_fd  # noqa: PLW0603 - one per process
     text = os.environ.pop(STACKS_FD_VARIABLE, "")
     if text.isdigit():
-        os.set_inheritable(int(text), False)  # noqa: FBT003  (the standard library's order)
-        faulthandler.register(STACKS_SIGNAL, file=int(text), all_threads=True)
+        _stacks_fd = int(text)
+        os.set_inheritable(_stacks_fd, False)  # noqa: FBT003  (the standard library's order)
+        faulthandler.register(STACKS_SIGNAL, file=_stacks_fd, all_threads=True)
+
+
+def end_at_once(message: str) -> NoReturn:
+    """End this process in such a way that none of its threads runs another line of Python, exit handlers included.
+
+    The agent, if there is one, has a second to take its stacks and to kill it first. Status 1.
+
+    Args:
+        message: For standard error.
+    """
+    import ctypes
+
+    libc = ctypes.PyDLL(None)  # its calls keep the interpreter's lock
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # else one would end the sleep below
+    null = os.open(os.devnull, os.O_WRONLY)
+    faulthandler.dump_traceback_later(_LAST_LOOK_S, exit=True, file=null)  # its thread needs no interpreter
+    line = f"{message}\n".encode(errors="backslashreplace")
+    libc.write(2, line, len(line))
+    while True:
+        libc.sleep(2**30)
 
 
 def tied_to_this_process(command: list[str]) -> list[str]:

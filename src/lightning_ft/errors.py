@@ -5,8 +5,8 @@ Exception
 └── FaultToleranceError          something the job could not repair; the message says what, to whom, what to do
     ├── MembershipChangedError   a collective can't be finished with the members that are left (mine to retry)
     ├── QuorumLostError          the members that are left may not go on (exit, resume later)
-    ├── EvictedError             this process is no longer a member (exit, write nothing)
-    ├── CoordinatorLostError     the coordinator did not answer in time (exit, resume later)
+    │   └── CoordinatorLostError     perhaps they may, but the coordinator did not answer in time
+    ├── EvictedError             this process is no longer a member (it has ended, or exit, write nothing)
     ├── ProtocolViolationError   a peer broke the protocol (a bug, or two versions in one job)
     └── LaunchError              the job could not be started
 ValueError                       a setting is wrong; raised before anything is started
@@ -47,8 +47,11 @@ class EvictedError(FaultToleranceError):
     """The others go on without this process: write nothing more and exit."""
 
 
-class CoordinatorLostError(FaultToleranceError):
-    """The coordinator did not answer in time while this member had to wait for it."""
+class CoordinatorLostError(QuorumLostError):
+    """The coordinator did not answer in time while this member had to wait for it: exit and resume later.
+
+    Either it is gone, or this member is on the smaller side of a cut network and the others go on.
+    """
 
 
 class ProtocolViolationError(FaultToleranceError):

@@ -48,12 +48,13 @@ _warnings = WarningCache()
 _Call = tuple[dict[str, Any], int | None]
 
 
-def prepare(trainer: Trainer, broadcast: Callable[[Any], Any]) -> None:
+def prepare(trainer: Trainer, broadcast: Callable[[Any], Any], confirm: Callable[[], None]) -> None:
     """Make all ranks agree on the log directories, and shadow the loggers. Collective; may be called again.
 
     Args:
         trainer: Any of a fit's ranks, once Lightning's `rank_zero_only.rank` is right.
         broadcast: Returns rank 0's argument on every rank.
+        confirm: Raises if this process is out of the job; called before rank 0 logs a line.
     """
     versions = [logger.version if hasattr(logger, "_version") else None for logger in trainer.loggers]
     # Not strict: a script may give rank 0 more loggers than the others.
@@ -62,7 +63,8 @@ def prepare(trainer: Trainer, broadcast: Callable[[Any], Any]) -> None:
             vars(logger)["_version"] = version
         shadow = _shadow_of(logger)
         if shadow is None and isinstance(logger, CSVLogger | TensorBoardLogger):
-            shadow = _CSVShadow(logger) if isinstance(logger, CSVLogger) else _TensorBoardShadow(logger)
+            kind = _CSVShadow if isinstance(logger, CSVLogger) else _TensorBoardShadow
+            shadow = kind(logger, confirm)
         if shadow is not None:
             shadow.stand_by()
 
@@ -92,12 +94,14 @@ class _Shadow(abc.ABC):
 
     Args:
         logger: Its `log_metrics` and `log_hyperparams` are replaced, on the instance, by the shadow's.
+        confirm: As for `prepare`.
 
     Threads: the training thread.
     """
 
-    def __init__(self, logger: Any) -> None:
+    def __init__(self, logger: Any, confirm: Callable[[], None]) -> None:
         self._logger = logger
+        self._confirm = confirm
         self._prefix = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
         self._log_metrics = logger.log_metrics
         self._log_hyperparams = logger.log_hyperparams
@@ -110,6 +114,8 @@ class _Shadow(abc.ABC):
         """Remember a copy with numbers for tensors, then log."""
         self._calls.append((convert_tensors_to_scalars(dict(metrics)), step))
         if not (self._is_standing_by and _is_rank_zero()):
+            if _is_rank_zero():
+                self._confirm()
             self._log_metrics(metrics=metrics, step=step)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:

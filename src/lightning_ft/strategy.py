@@ -203,6 +203,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             )
         if self.group is not None and self._on_renumbered not in self.group.ring.on_renumbered:
             self.group.ring.on_renumbered.append(self._on_renumbered)
+            self.group.ring.on_lost.append(_fall_silent)
         self.set_world_ranks()
 
     @override
@@ -213,7 +214,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._trainer = trainer
         self._data = self._data or lightning_internals.DataRefresher(trainer, self._on_dealt, self._on_evaluated)
         lightning_internals.replace_sigterm_broadcasts(trainer, self._on_sigterm, lambda: self._is_stopping)
-        promotion.prepare(trainer, self.broadcast)
+        promotion.prepare(trainer, self.broadcast, self._confirm_membership)
         self._tell_log_directory(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
@@ -262,6 +263,14 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     # -- training ---------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Say that a part of a step begins, and that it has ended: what follows is Lightning's and the user's."""
+        progress(what)
+        yield
+        progress(f"after {what}: callbacks, loggers, data loading")
+        self._confirm_membership()
+
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         progress("moving a batch to the device")
@@ -271,6 +280,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         reach("batch.start")
         progress(f"on_train_batch_start of batch {batch_idx}")
+        self._confirm_membership()
         self._promote_if_due(has_progress=True)
 
     def _promote_if_due(self, *, has_progress: bool) -> None:
@@ -285,7 +295,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with _doing("training_step"):
+        with self._doing("training_step"):
             return super().training_step(*args, **kwargs)
 
     @override
@@ -297,7 +307,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         reach("optimizer.enter")
-        with _doing("optimizer_step"):
+        with self._doing("optimizer_step"):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         reach("optimizer.done")
         return output
@@ -329,19 +339,19 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         reach("evaluation.batch")
-        with _doing("validation_step"):
+        with self._doing("validation_step"):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         reach("evaluation.batch")
-        with _doing("test_step"):
+        with self._doing("test_step"):
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         reach("evaluation.batch")
-        with _doing("predict_step"):
+        with self._doing("predict_step"):
             return super().predict_step(*args, **kwargs)
 
     def _on_dealt(self) -> None:
@@ -399,10 +409,17 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         while self.group is not None and not is_written:
             writer = self.group.members[0]
             reach("checkpoint.save")
+            if self.is_global_zero:
+                self.group.ring.confirm_membership()
             super().save_checkpoint(dict(checkpoint), filepath, storage_options)
             reach("checkpoint.saved")
             self.barrier("save_checkpoint")
             is_written = self.group.members[0] == writer
+
+    def _confirm_membership(self) -> None:
+        """Go no further if this process was stopped for so long that the others may have given it up."""
+        if self.group is not None:
+            self.group.ring.confirm_membership(waits_for_coordinator=False)
 
     @classmethod
     @override
@@ -411,12 +428,9 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             strategy_registry.register("ft_ddp", cls, description=(cls.__doc__ or "").splitlines()[0])
 
 
-@contextlib.contextmanager
-def _doing(what: str) -> Iterator[None]:
-    """Say that a part of a step begins, and that it has ended: what follows is Lightning's and the user's."""
-    progress(what)
-    yield
-    progress(f"after {what}: callbacks, loggers, data loading")
+def _fall_silent() -> None:
+    """The others may go on without this process: what it would still log on its way out is theirs to log."""
+    lightning_internals.set_rank_zero_rank(-1)
 
 
 def _pickle(obj: object) -> bytes:

@@ -665,6 +665,53 @@ def test_stopped_member_is_given_up_by_its_silence(stage: Stage) -> None:
     assert coordinator.generation == 2
 
 
+def test_membership_is_confirmed_once_a_heartbeat_is_answered(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an answer that is young enough it waits for one; with the coordinator gone it does not know."""
+    brief = Settings(heartbeat_interval=0.05, heartbeat_timeout=0.5, timeout=3)
+    coordinator = stage.coordinator(brief, "0/0")
+    client = stage.client(coordinator, "0/0", settings=brief)
+    client.park(0, "start")
+    client.confirm()
+    assert client._lease.is_valid
+    coordinator.stop()
+    until(lambda: not client._lease.is_valid, "it expires")
+    client.confirm_if_in_doubt()  # this process was not away
+    with pytest.raises(CoordinatorLostError, match="no contact"):
+        client.confirm()
+
+
+def test_given_up_member_can_not_be_confirmed(stage: Stage) -> None:
+    """It hears why, in the thread that asks and in the callback."""
+    coordinator = stage.coordinator(PATIENT, "0/0", "0/1")
+    evicted: list[str] = []
+    clients = [
+        stage.client(coordinator, f"0/{slot}", on_evicted=lambda slot=slot: evicted.append(f"0/{slot}"))
+        for slot in range(2)
+    ]
+    park_all(clients)
+    clients[1].fail("ValueError: a bug")
+    until(lambda: evicted == ["0/1"], "it is told")
+    clients[1]._lease._renewed_s = 0.0
+    with pytest.raises(EvictedError, match="without this process"):
+        clients[1].confirm()
+    clients[0].confirm()
+
+
+def test_nothing_of_a_member_that_is_given_up_is_logged(stage: Stage) -> None:
+    """Its process may go on for a while."""
+    coordinator = stage.coordinator(PATIENT, "0/0", "0/1")
+    clients = [stage.client(coordinator, f"0/{slot}") for slot in range(2)]
+    park_all(clients)
+    clients[1].report("word_before", number=1)
+    clients[1].fail("ValueError: a bug")
+    clients[1].report("word_after", number=2)
+    clients[1]._flush()
+    clients[0].report("last_word", number=3)
+    until(lambda: "last_word" in coordinator.log.read_text(), "it is logged")
+    assert "word_before" in coordinator.log.read_text()
+    assert "word_after" not in coordinator.log.read_text()
+
+
 # Reports.
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.integration import jobs
 from tests.integration.test_kill_points import MEMBERS, NUM_SWEEPS, check_job
+from tests.integration.test_lightning import check_run, log_rows
 
 QUICK = {
     "LIGHTNING_FT_HEARTBEAT_INTERVAL": "0.2",
@@ -116,3 +117,34 @@ def test_kill_the_coordinator_between_kills_of_members(tmp_path: pathlib.Path, s
     with jobs.running(tmp_path, 5, ["plain_loop.py", "60"], {"LIGHTNING_FT_FAIL_AT": "; ".join(faults)}) as job:
         check_job(job, 60, set(members) - set(victims), members, model="mlp")
         assert told(job, "coordinator_restarted"), job.output()
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process runs, or may run again; not if only its parent has not looked at its end yet."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_who_was_given_up_and_wakes_writes_nothing(tmp_path: pathlib.Path) -> None:
+    """Two ranks 0, one after the other, stop before a line of the log and before a checkpoint; nobody kills them."""
+    program = ["lightning_fit.py", "--devices", "4"]
+    faults = "0/0=commit.done@10:stop; 0/1=commit.done@12>checkpoint.save:stop"
+    with jobs.running_script(tmp_path, program, {**QUICK, "LIGHTNING_FT_FAIL_AT": faults}) as job:
+        for count, victim in enumerate(("0/0", "0/1"), start=1):
+            job.wait_until(lambda count=count: job.output().count("fault placed at") == count)
+            os.kill(job.process.pid, signal.SIGSTOP)
+            job.wait_until(lambda victim=victim: victim in {line["member"] for line in told(job, "failure_detected")})
+            job.wait_until(lambda count=count: len(told(job, "recovered")) == count)
+            before = job.records(victim)
+            files = sorted((tmp_path / "logs").rglob("*"))
+            job.kill(victim, signal.SIGCONT)
+            job.wait_until(lambda victim=victim: not _is_running(job.pid(victim)))
+            assert job.records(victim) == before, "not a line more"
+            assert set(files) <= set((tmp_path / "logs").rglob("*"))
+            os.kill(job.process.pid, signal.SIGCONT)
+        batches = check_run(job, 4, {"0/2", "0/3"})
+        logged = [int(row["step"]) for row in log_rows(job) if row["loss"]]
+        assert logged == list(range(len(batches["0/2"]))), "each line once"
+        assert not any(line["event"] == "saved" for line in job.records("0/1"))

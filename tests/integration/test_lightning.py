@@ -21,7 +21,7 @@ def _members(num: int) -> tuple[str, ...]:
     return tuple(f"0/{slot}" for slot in range(num))
 
 
-def _check_run(job: jobs.Job, num: int, survivors: set[str], case: str = "adamw") -> dict[str, list[dict[str, Any]]]:
+def check_run(job: jobs.Job, num: int, survivors: set[str], case: str = "adamw") -> dict[str, list[dict[str, Any]]]:
     """Check that each survivor saw each batch and step once, all with the same weights; returns all batches."""
     assert job.finish() == 0, job.output()
     batches = {
@@ -54,7 +54,7 @@ def _steps(case: str, batches: list[dict[str, Any]]) -> list[int]:
     return list(itertools.accumulate(per_batch))
 
 
-def _rows(job: jobs.Job, case: str = "adamw") -> list[dict[str, str]]:
+def log_rows(job: jobs.Job, case: str = "adamw") -> list[dict[str, str]]:
     (path,) = (job.out / "logs" / case).glob("version_*/metrics.csv")
     with path.open() as file:
         return list(csv.DictReader(file))
@@ -128,11 +128,11 @@ def test_kill_at_points_of_a_fit(tmp_path: pathlib.Path, points: list[str]) -> N
     survivors = set(_members(4)) - {point.split("=")[0] for point in points}
     program = ["lightning_fit.py", "--devices", "4", "--epochs", "3", "--test"]
     with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": "; ".join(points)}) as job:
-        batches = _check_run(job, 4, survivors)
+        batches = check_run(job, 4, survivors)
         lost = {event["member"] for event in job.events() if event["event"] == "failure_detected"}
         assert lost == set(_members(4)) - survivors, job.output()
         _check_deal(job, batches, survivors)
-        rows = _rows(job)
+        rows = log_rows(job)
         logged = [int(row["step"]) for row in rows if row["loss"]]
         assert logged == sorted(set(logged)), "no line twice"
         assert logged == list(range(len(batches[min(survivors)]))), "no line lost"
@@ -178,7 +178,7 @@ def test_two_at_once_and_all_but_one(tmp_path: pathlib.Path) -> None:
     faults = "0/0=commit.issued@10; 0/2=commit.issued@10; 0/1=evaluation.batch@7"
     program = ["lightning_fit.py", "--devices", "4", "--epochs", "2"]
     with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
-        _check_run(job, 4, {"0/3"})
+        check_run(job, 4, {"0/3"})
         output = (job.out / "output.txt").read_text()
         assert "[0/0 g1] is lost: " in output
         assert "[0/3 g3] training goes on in step " in output
@@ -192,7 +192,7 @@ def test_kill_with_other_kinds_of_fit(tmp_path: pathlib.Path) -> None:
     with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
         ended_in = {}
         for case in cases:
-            for member, batches in _check_run(job, 5, {"0/3"}, case).items():
+            for member, batches in check_run(job, 5, {"0/3"}, case).items():
                 if batches:
                     ended_in[member] = case
         assert ended_in == {"0/2": "manual", "0/0": "accumulate", "0/4": "batchnorm", "0/1": "hook", "0/3": "hook"}
@@ -248,7 +248,7 @@ def test_a_death_after_the_results_are_known_leaves_no_hole(tmp_path: pathlib.Pa
     """A member that dies while the checkpoint is saved has evaluated its share."""
     program = ["lightning_fit.py", "--devices", "3", "--epochs", "1"]
     with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": "0/0=checkpoint.saved"}) as job:
-        _check_run(job, 3, {"0/1", "0/2"})
+        check_run(job, 3, {"0/1", "0/2"})
         assert "evaluation_incomplete" not in {event["event"] for event in job.events()}
 
 
@@ -256,7 +256,7 @@ def test_what_the_dead_had_to_evaluate_is_said(tmp_path: pathlib.Path) -> None:
     """A member that dies in a validation leaves a hole, and the event log tells its size."""
     program = ["lightning_fit.py", "--devices", "3", "--epochs", "1"]
     with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": "0/2=evaluation.batch@5"}) as job:
-        _check_run(job, 3, set(_members(3)) - {"0/2"})
+        check_run(job, 3, set(_members(3)) - {"0/2"})
         (event,) = [event for event in job.events() if event["event"] == "evaluation_incomplete"]
         assert event["stage"] == "validation"
         assert event["coverage"] == pytest.approx(2 / 3, abs=1e-5)
@@ -267,7 +267,7 @@ def test_dataloader_workers_do_not_keep_the_dead_alive(tmp_path: pathlib.Path) -
     """Forked workers hold no socket of the ring: a killed parent is noticed although they live on for seconds."""
     program = ["lightning_fit.py", "--devices", "3", "--workers", "1"]
     with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": "0/0=reduction.issued@9"}) as job:
-        _check_run(job, 3, {"0/1", "0/2"})
+        check_run(job, 3, {"0/1", "0/2"})
 
 
 def test_tensorboard_goes_on_after_rank_zero(tmp_path: pathlib.Path) -> None:
@@ -276,7 +276,7 @@ def test_tensorboard_goes_on_after_rank_zero(tmp_path: pathlib.Path) -> None:
 
     program = ["lightning_fit.py", "--devices", "3", "--logger", "tensorboard"]
     with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": "0/0=reduction.issued@15"}) as job:
-        batches = _check_run(job, 3, {"0/1", "0/2"})
+        batches = check_run(job, 3, {"0/1", "0/2"})
         (directory,) = (job.out / "logs" / "adamw").glob("version_*")
         accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
         accumulator.Reload()

@@ -85,3 +85,36 @@ def test_bootstrap_of_a_dead_agent_starts_nothing() -> None:
     process = subprocess.run(command, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=False)
     assert process.stdout == b""
     assert process.returncode == child.ORPHAN_STATUS
+
+
+def test_process_that_ends_at_once_runs_nothing_more(tmp_path: Path) -> None:
+    """Not its other threads, not its exit handlers, whatever signals come; and it says why."""
+    out = tmp_path / "counted"
+    script = f"""
+import atexit, os, signal, sys, threading, time
+sys.path.insert(0, {str(Path(child.__file__).parent)!r})
+from child import end_at_once
+
+atexit.register(print, "at exit", flush=True)
+signal.signal(signal.SIGTERM, lambda *_: print("signal", flush=True))
+out = open({str(out)!r}, "w", buffering=1)
+
+def end():
+    time.sleep(0.05)
+    os.write(1, f"{{out.tell()}}\\n".encode())
+    os.kill(os.getpid(), signal.SIGTERM)
+    end_at_once("it was given up")
+
+threading.Thread(target=end).start()
+while True:
+    out.write("x" * 100 + "\\n")
+    time.sleep(0)
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-1] == "it was given up"
+    told, *rest = process.stdout.splitlines()
+    assert set(rest) <= {"signal"}, "the handler may run before the end, nothing after it"
+    assert out.stat().st_size - int(told) < 5_000_000, "a turn or two of the other thread, not a second of it"

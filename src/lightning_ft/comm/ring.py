@@ -1,7 +1,7 @@
 """The member's side of the resilient group: runs numbered collectives, and recovers when one breaks.
 
-Threads: everything here belongs to the training thread (a lock keeps others out), but for `_on_suspend`, `_on_leaving`
-and `LiveView.sever`, which the monitor thread calls to free it from a blocking collective.
+Threads: everything here belongs to the training thread (a lock keeps others out), but for `_on_suspend`, `_on_leaving`,
+`_on_evicted` and `LiveView.sever`, which the monitor thread calls to free it from a blocking collective, or end it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from lightning_ft.child import end_at_once
 from lightning_ft.comm.gloo import CallerError, GlooTransport, RingBrokenError
 from lightning_ft.comm.live_view import LiveView
 from lightning_ft.comm.operations import Kind, Operation, Place
@@ -45,6 +46,7 @@ class Ring:
         world: The sequence of the group of all members.
         step: Number of commits that are final here.
         on_renumbered: Called in the training thread when the visible members have changed.
+        on_lost: Called in the training thread when this member can't go on, before the error is raised.
     """
 
     def __init__(self, client: MembershipClient, transport: GlooTransport, member: str, settings: Settings) -> None:
@@ -53,6 +55,7 @@ class Ring:
         self.settings = settings
         self.step = 0
         self.on_renumbered: list[Callable[[], None]] = []
+        self.on_lost: list[Callable[[], None]] = []
         self._client = client
         self._transport = transport
         self._lock = threading.RLock()
@@ -71,6 +74,7 @@ class Ring:
         self._is_closed = False
         client.on_suspend = self._on_suspend
         client.on_leaving = self._on_leaving
+        client.on_evicted = self._on_evicted
 
     # -- what the group's methods need ------------------------------------------------------------------------------
 
@@ -214,6 +218,20 @@ class Ring:
         """Whether the interpreter can't end in peace: see `GlooTransport.is_stuck`."""
         return self._transport.is_stuck
 
+    def confirm_membership(self, *, waits_for_coordinator: bool = True) -> None:
+        """Make sure that this process is a member still, before it writes what others may read (see `Lease`).
+
+        Args:
+            waits_for_coordinator: Whether to wait even if only the coordinator is away; else just if this process was.
+
+        Raises:
+            FaultToleranceError: It is none, or can't find out.
+        """
+        if waits_for_coordinator:
+            self._client.confirm()
+        else:
+            self._client.confirm_if_in_doubt()
+
     def report(self, event: str, **fields: object) -> None:
         """Put a line into the job's event log."""
         self._client.report(event, **fields)
@@ -308,7 +326,7 @@ class Ring:
             self._break_view()
             reach("recover.park")
             started_s = time.monotonic()
-            view = self._take(self._client.park(self.world.completed, reason, suspects=suspects))
+            view = self._take(self._park(reason, suspects))
             self.activity.start_anew()
             parked_s = time.monotonic()
             recovery.park_s += parked_s - started_s
@@ -322,6 +340,14 @@ class Ring:
                 reason = "unreachable" if suspects else "connection"
                 continue
             return
+
+    def _park(self, reason: str, suspects: tuple[str, ...]) -> NextView:
+        try:
+            return self._client.park(self.world.completed, reason, suspects=suspects)
+        except FaultToleranceError:
+            for callback in self.on_lost:
+                callback()
+            raise
 
     def _take(self, following: NextView) -> LiveView:
         view = LiveView(following.view.generation, following.view.members, following.meeting)
@@ -426,6 +452,11 @@ class Ring:
         for sequence, members in tuple(self._groups.items()):
             if member in members and (sequence.pending is not None or sequence.place is None):  # used, or being made
                 view.sever()
+
+    def _on_evicted(self) -> None:
+        """The others go on without this process: whatever its threads are about to do, they must write nothing more."""
+        if not self._is_closed:  # else it is ending already, with an error to be shown
+            end_at_once(f"lightning_ft: {self._client.error}")
 
 
 class _CallerErrors:

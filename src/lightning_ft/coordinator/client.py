@@ -16,9 +16,10 @@ from lightning_ft.config import Settings
 from lightning_ft.coordinator.activity import Activity
 from lightning_ft.coordinator.channel import MEMBER_PATH
 from lightning_ft.coordinator.enrolment import Enrolment, Left, NextView, Resync, Sever, checked
+from lightning_ft.coordinator.lease import Lease
 from lightning_ft.coordinator.link import Link
 from lightning_ft.errors import CoordinatorLostError, FaultToleranceError, ProtocolViolationError
-from lightning_ft.membership import events, wire
+from lightning_ft.membership import effects, events, wire
 from lightning_ft.membership.events import Address
 from lightning_ft.membership.state import View
 
@@ -51,6 +52,7 @@ class MembershipClient:
         settings: The job's settings.
         on_suspend: Called in the monitor thread when the view of this generation must be severed.
         on_leaving: Called in the monitor thread with (member, completed) of a member that will leave.
+        on_evicted: Called in the monitor thread when this process is out of the job.
 
     Attributes:
         step: Gradient steps committed so far; the next heartbeat tells it.
@@ -71,14 +73,17 @@ class MembershipClient:
         settings: Settings,
         on_suspend: Callable[[int], None] = lambda _generation: None,
         on_leaving: Callable[[str, int], None] = lambda _member, _completed: None,
+        on_evicted: Callable[[], None] = lambda: None,
     ) -> None:
         self.member = member
         self.incarnation = incarnation
         self.on_suspend = on_suspend
         self.on_leaving = on_leaving
+        self.on_evicted = on_evicted
         self.step = 0
         self.activity = Activity()
         self._settings = settings
+        self._lease = Lease(settings.heartbeat_timeout)
         self._changed = threading.Condition()
         self._enrolment = Enrolment(events.Hello(member, incarnation, 0, address, os.getpid()), tuple(expected))
         self._sent: events.Parked | events.Leaving | None = None
@@ -92,7 +97,7 @@ class MembershipClient:
             greet=self._greet,
             on_frame=self._on_frame,
             on_change=self._on_change,
-            heartbeat=lambda: wire.encode(events.Heartbeat(member, incarnation, int(self.step), *self.activity.told())),
+            heartbeat=self._heartbeat,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -113,6 +118,11 @@ class MembershipClient:
     def is_connected(self) -> bool:
         """Whether the coordinator is being heard."""
         return self._link.is_connected
+
+    @property
+    def error(self) -> FaultToleranceError | None:
+        """Why this member is out of the job, if it is."""
+        return self._enrolment.error
 
     @property
     def is_released(self) -> bool:
@@ -165,6 +175,26 @@ class MembershipClient:
                     return following
                 self._raise_if_over()
                 self._wait_for_change(self._settings.timeout)
+
+    def confirm(self) -> None:
+        """Make sure that this process is a member still, before it does what only a member may: write a checkpoint.
+
+        Returns at once if a heartbeat sent less than `heartbeat_timeout` ago was answered; else it waits for one.
+
+        Raises:
+            FaultToleranceError: It is none any more, or can't find out; as `park`.
+        """
+        if self._lease.is_valid:
+            return
+        with self._changed:
+            while not self._lease.is_valid:
+                self._raise_if_over()
+                self._wait_for_change(self._settings.timeout)
+
+    def confirm_if_in_doubt(self) -> None:
+        """The same, but only if this process itself was away: for what may not wait for the coordinator."""
+        if self._lease.is_in_doubt:
+            self.confirm()
 
     def leave(self, completed: int) -> NextView | None:
         """Say that this member enters no number larger than `completed`, and wait until nobody needs it any more.
@@ -308,6 +338,10 @@ class MembershipClient:
             frames.append(self._log_directory)
         return [*frames, *self._take_reports()]
 
+    def _heartbeat(self) -> str:
+        told = self.activity.told()
+        return wire.encode(events.Heartbeat(self.member, self.incarnation, int(self.step), *told, self._lease.beat()))
+
     def _send_request(self) -> None:
         with self._changed:
             request = self._enrolment.request
@@ -336,6 +370,8 @@ class MembershipClient:
             message = wire.decode(text, expect=wire.TO_MEMBER, peer=self._enrolment.peer)
             if isinstance(message, wire.Welcome):
                 self._link.interval_s = message.heartbeat_interval_s or self._link.interval_s
+            if isinstance(message, effects.Acknowledge):
+                self._lease.renew(message.sent_s)
             with self._changed:
                 advice = self._enrolment.take(message)
                 self._changed.notify_all()
@@ -348,6 +384,8 @@ class MembershipClient:
         is_in_step = True
         for item in advice:
             is_in_step = self._follow(item) and is_in_step
+        if isinstance(message, effects.Evict):
+            self.on_evicted()
         return is_in_step
 
     def _follow(self, advice: Sever | Left | Resync) -> bool:

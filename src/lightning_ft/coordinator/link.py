@@ -36,7 +36,7 @@ class Link:
         greet: Gives the first frames of each connection.
         on_frame: Called with each text frame; a False result, or an exception, breaks the connection.
         on_change: Called when the connection was made or broke.
-        heartbeat: Gives the frame that says that this process is alive.
+        heartbeat: Gives the frame that says that this process is alive; asked for it also while there is no connection.
 
     Attributes:
         interval_s: Seconds between heartbeats.
@@ -106,6 +106,13 @@ class Link:
 
     async def run(self) -> None:
         """Connect, and again, until cancelled; then say goodbye."""
+        beats = asyncio.get_running_loop().create_task(self._beat())
+        try:
+            await self._connect_forever()
+        finally:
+            beats.cancel()
+
+    async def _connect_forever(self) -> None:
         pause_s = _FIRST_PAUSE_S
         async with aiohttp.ClientSession() as session:
             while True:
@@ -147,17 +154,16 @@ class Link:
             self._was_connected = True
             self.refusal = None
         self._outbox = Outbox(websocket, "the coordinator")
-        beats = asyncio.get_running_loop().create_task(self._beat())
         try:
             for frame in self._greet():
                 self._outbox.put(frame)
+            self._outbox.put(self._heartbeat())
             self._on_change()
             self.cause = await self._receive(websocket)
         except asyncio.CancelledError:
             await self._say_goodbye(websocket)
             raise
         finally:
-            beats.cancel()
             self._outbox.close()
             self._outbox = self._websocket = None
             self._lost_at_s = time.monotonic()

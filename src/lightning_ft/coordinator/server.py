@@ -251,6 +251,10 @@ class CoordinatorServer:
             self._apply(message)  # type: ignore[arg-type]  # FROM_MEMBER holds events and Report only
 
     def _on_report(self, report: wire.Report) -> None:
+        known = self._state.members.get(report.member)
+        if known is not None and known.status is state.Status.GONE:
+            logger.debug("dropped %s of %s, which is out of the job", report.event, report.member)
+            return
         fields = dict(report.fields)
         if report.event == "log_directory":
             if self._settings.event_log is None and isinstance(fields.get("path"), str):
@@ -365,9 +369,13 @@ class CoordinatorServer:
                 self._probe(effect)
             case effects.Kill():
                 self._kill(effect)
+            case effects.Acknowledge():
+                self._send((effect.member, self._incarnation(effect.member, cause)), effect)
             case effects.Evict():
+                reach("member.told")
                 self._send((effect.member, effect.incarnation), effect)
             case _:
+                reach("member.told")
                 self._send((effect.member, self._incarnation(effect.member, cause)), effect)
 
     def _incarnation(self, member: str, cause: events.Event) -> int:
@@ -380,7 +388,6 @@ class CoordinatorServer:
         return known.incarnation if known is not None and known.incarnation is not None else 0
 
     def _send(self, identity: Identity, message: wire.Message) -> None:
-        reach("member.told")
         connection = self._members.get(identity)
         if connection is None or not connection.send(message):
             logger.debug("%s is not connected to hear %s", identity, message)

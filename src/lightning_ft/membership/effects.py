@@ -50,6 +50,14 @@ class CommitView:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Tell a member that the heartbeat which it sent at `sent_s`, on its own clock, was heard."""
+
+    member: str
+    sent_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class NotifyLeaving:
     """Tell a member that another one will enter no number larger than `completed`."""
 
@@ -127,4 +135,17 @@ class Refuse:
     reason: str
 
 
-Effect = Suspend | CommitView | NotifyLeaving | Release | Evict | Stop | Kill | Probe | AnnounceJoin | Record | Refuse
+Effect = (
+    Suspend
+    | CommitView
+    | Acknowledge
+    | NotifyLeaving
+    | Release
+    | Evict
+    | Stop
+    | Kill
+    | Probe
+    | AnnounceJoin
+    | Record
+    | Refuse
+)

@@ -86,6 +86,7 @@ class Heartbeat:
         waits_s: How long it has been waiting for others in the collective that it is in; None if it is in none.
         idle_s: How long it has shown no progress: has entered and finished no collective, and said nothing else.
         doing: What it is doing, for a person: `training_step`, `reduction 12`.
+        sent_s: On the member's own clock, which only itself can read; the answer repeats it.
     """
 
     member: str
@@ -94,6 +95,7 @@ class Heartbeat:
     waits_s: float | None = None
     idle_s: float = 0.0
     doing: str = ""
+    sent_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

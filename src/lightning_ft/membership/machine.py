@@ -126,6 +126,7 @@ def _on_heartbeat(turn: Turn, event: events.Heartbeat) -> None:
         waits_since_s = None if event.waits_s is None else now_s - event.waits_s
         progress_s = now_s - event.idle_s
         turn.put(member, waits_since_s=waits_since_s, progress_s=progress_s, doing=event.doing, **_heard(turn))
+        turn.emit(effects.Acknowledge(event.member, event.sent_s))
 
 
 def _on_ready(turn: Turn, event: events.Ready) -> None:

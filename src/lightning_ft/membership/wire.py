@@ -19,7 +19,7 @@ from lightning_ft.membership import effects, events
 from lightning_ft.membership import wire_fields as read
 from lightning_ft.membership.wire_fields import short
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Sent in the upgrade request; raised whenever a message changes."""
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -122,6 +122,7 @@ Message = (
     | Welcome
     | effects.Suspend
     | effects.CommitView
+    | effects.Acknowledge
     | effects.NotifyLeaving
     | effects.Release
     | effects.Evict
@@ -136,6 +137,7 @@ TO_MEMBER = (
     Welcome,
     effects.Suspend,
     effects.CommitView,
+    effects.Acknowledge,
     effects.NotifyLeaving,
     effects.Release,
     effects.Evict,
@@ -325,6 +327,7 @@ _SCHEMAS: tuple[_Schema, ...] = (
             "waits_s": read.read_optional_seconds,
             "idle_s": read.read_seconds,
             "doing": read.read_text,
+            "sent_s": read.read_seconds,
         },
     ),
     _schema("ready", events.Ready, {**_IDENTITY, **_HOST}, renamed=_ADDRESS, names_peer=True),
@@ -355,6 +358,7 @@ _SCHEMAS: tuple[_Schema, ...] = (
         },
         renamed=_MEETING,
     ),
+    _schema("heard", effects.Acknowledge, {"sent_s": read.read_seconds}),
     _schema(
         "leaving",
         effects.NotifyLeaving,

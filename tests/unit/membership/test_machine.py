@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from driver import INTERVAL_S, SILENCE_S, TIMEOUT_S, Job
 
-from lightning_ft.membership import effects, wire
+from lightning_ft.membership import effects, events, wire
 from lightning_ft.membership.events import Address
 from lightning_ft.membership.state import Phase, Status
 
@@ -148,6 +148,17 @@ def test_silence_is_a_failure_without_proof() -> None:
     assert not job.state.members[B].is_proven
     assert job.exited(B) == ()
     assert job.state.members[B].is_proven
+
+
+def test_heartbeats_of_members_alone_are_answered() -> None:
+    """An answer means that the sender is in the job; it repeats the sender's own time."""
+    job = Job.running(A, B)
+    job.feed(events.Heartbeat(B, 1, sent_s=7.5))
+    assert job.of(effects.Acknowledge) == [effects.Acknowledge(B, 7.5)]
+    job.tick(SILENCE_S, alive=(A,))
+    job.feed(events.Heartbeat(B, 1, sent_s=8.5))
+    assert not job.of(effects.Acknowledge)
+    assert job.of(effects.Evict)
 
 
 def test_drop_and_silence_is_a_connection_failure() -> None:
