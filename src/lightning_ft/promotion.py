@@ -39,6 +39,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_only
 
+from lightning_ft.comm.backend import confirm_membership
+
 MAX_CALLS = 100_000
 """Calls that a shadow remembers, some 50 MB; the oldest go first. Far more than a rank 0 leaves unwritten."""
 
@@ -48,13 +50,12 @@ _warnings = WarningCache()
 _Call = tuple[dict[str, Any], int | None]
 
 
-def prepare(trainer: Trainer, broadcast: Callable[[Any], Any], confirm: Callable[[], None]) -> None:
+def prepare(trainer: Trainer, broadcast: Callable[[Any], Any]) -> None:
     """Make all ranks agree on the log directories, and shadow the loggers. Collective; may be called again.
 
     Args:
         trainer: Any of a fit's ranks, once Lightning's `rank_zero_only.rank` is right.
         broadcast: Returns rank 0's argument on every rank.
-        confirm: Raises if this process is out of the job; called before rank 0 logs a line.
     """
     versions = [logger.version if hasattr(logger, "_version") else None for logger in trainer.loggers]
     # Not strict: a script may give rank 0 more loggers than the others.
@@ -63,8 +64,7 @@ def prepare(trainer: Trainer, broadcast: Callable[[Any], Any], confirm: Callable
             vars(logger)["_version"] = version
         shadow = _shadow_of(logger)
         if shadow is None and isinstance(logger, CSVLogger | TensorBoardLogger):
-            kind = _CSVShadow if isinstance(logger, CSVLogger) else _TensorBoardShadow
-            shadow = kind(logger, confirm)
+            shadow = _CSVShadow(logger) if isinstance(logger, CSVLogger) else _TensorBoardShadow(logger)
         if shadow is not None:
             shadow.stand_by()
 
@@ -94,14 +94,12 @@ class _Shadow(abc.ABC):
 
     Args:
         logger: Its `log_metrics` and `log_hyperparams` are replaced, on the instance, by the shadow's.
-        confirm: As for `prepare`.
 
     Threads: the training thread.
     """
 
-    def __init__(self, logger: Any, confirm: Callable[[], None]) -> None:
+    def __init__(self, logger: Any) -> None:
         self._logger = logger
-        self._confirm = confirm
         self._prefix = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
         self._log_metrics = logger.log_metrics
         self._log_hyperparams = logger.log_hyperparams
@@ -115,7 +113,7 @@ class _Shadow(abc.ABC):
         self._calls.append((convert_tensors_to_scalars(dict(metrics)), step))
         if not (self._is_standing_by and _is_rank_zero()):
             if _is_rank_zero():
-                self._confirm()
+                confirm_membership(waits_for_coordinator=False)
             self._log_metrics(metrics=metrics, step=step)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lightning_ft import lightning_internals, promotion
 from lightning_ft.child import watch_agent
-from lightning_ft.comm.backend import progress, register_backend
+from lightning_ft.comm.backend import confirm_membership, progress, register_backend
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
@@ -214,7 +214,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._trainer = trainer
         self._data = self._data or lightning_internals.DataRefresher(trainer, self._on_dealt, self._on_evaluated)
         lightning_internals.replace_sigterm_broadcasts(trainer, self._on_sigterm, lambda: self._is_stopping)
-        promotion.prepare(trainer, self.broadcast, self._confirm_membership)
+        promotion.prepare(trainer, self.broadcast)
         self._tell_log_directory(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
@@ -263,14 +263,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     # -- training ---------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _doing(self, what: str) -> Iterator[None]:
-        """Say that a part of a step begins, and that it has ended: what follows is Lightning's and the user's."""
-        progress(what)
-        yield
-        progress(f"after {what}: callbacks, loggers, data loading")
-        self._confirm_membership()
-
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         progress("moving a batch to the device")
@@ -280,7 +272,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         reach("batch.start")
         progress(f"on_train_batch_start of batch {batch_idx}")
-        self._confirm_membership()
+        confirm_membership(waits_for_coordinator=False)
         self._promote_if_due(has_progress=True)
 
     def _promote_if_due(self, *, has_progress: bool) -> None:
@@ -295,7 +287,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._doing("training_step"):
+        with _doing("training_step"):
             return super().training_step(*args, **kwargs)
 
     @override
@@ -307,7 +299,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         reach("optimizer.enter")
-        with self._doing("optimizer_step"):
+        with _doing("optimizer_step"):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         reach("optimizer.done")
         return output
@@ -339,19 +331,19 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         reach("evaluation.batch")
-        with self._doing("validation_step"):
+        with _doing("validation_step"):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         reach("evaluation.batch")
-        with self._doing("test_step"):
+        with _doing("test_step"):
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         reach("evaluation.batch")
-        with self._doing("predict_step"):
+        with _doing("predict_step"):
             return super().predict_step(*args, **kwargs)
 
     def _on_dealt(self) -> None:
@@ -410,16 +402,11 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             writer = self.group.members[0]
             reach("checkpoint.save")
             if self.is_global_zero:
-                self.group.ring.confirm_membership()
+                confirm_membership()
             super().save_checkpoint(dict(checkpoint), filepath, storage_options)
             reach("checkpoint.saved")
             self.barrier("save_checkpoint")
             is_written = self.group.members[0] == writer
-
-    def _confirm_membership(self) -> None:
-        """Go no further if this process was stopped for so long that the others may have given it up."""
-        if self.group is not None:
-            self.group.ring.confirm_membership(waits_for_coordinator=False)
 
     @classmethod
     @override
@@ -431,6 +418,15 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 def _fall_silent() -> None:
     """The others may go on without this process: what it would still log on its way out is theirs to log."""
     lightning_internals.set_rank_zero_rank(-1)
+
+
+@contextlib.contextmanager
+def _doing(what: str) -> Iterator[None]:
+    """Say that a part of a step begins, and that it has ended: what follows is Lightning's and the user's."""
+    progress(what)
+    yield
+    progress(f"after {what}: callbacks, loggers, data loading")
+    confirm_membership(waits_for_coordinator=False)
 
 
 def _pickle(obj: object) -> bytes:

@@ -171,7 +171,7 @@ def trainer_with(*loggers: Logger) -> Trainer:
 def standby(logger: Logger) -> Trainer:
     """Return the trainer of a rank that is not 0, prepared. The caller sets the rank."""
     trainer = trainer_with(logger)
-    promotion.prepare(trainer, lambda versions: versions, lambda: None)
+    promotion.prepare(trainer, lambda versions: versions)
     return trainer
 
 
@@ -437,7 +437,7 @@ def test_nothing_is_written_between_the_change_of_rank_and_promote(tmp_path: pat
     assert csv_rows(tmp_path) == before
     promotion.promote(trainer)
     promotion.promote(trainer)
-    promotion.prepare(trainer, lambda versions: versions, lambda: None)
+    promotion.prepare(trainer, lambda versions: versions)
     log(logger, MORE_CALLS)
     logger.finalize("success")
     assert csv_rows(tmp_path) == as_rows([*CALLS, *MORE_CALLS])
@@ -656,16 +656,16 @@ def test_prepare_makes_the_ranks_agree_on_the_versions(tmp_path: pathlib.Path) -
         return [CSVLogger(tmp_path, name="csv"), TensorBoardLogger(tmp_path, name="tb")]
 
     zero = make()
-    promotion.prepare(trainer_with(*zero), lambda versions: versions, lambda: None)
+    promotion.prepare(trainer_with(*zero), lambda versions: versions)
     log(zero[0], CALLS)
     log(zero[1], TB_CALLS)
     with as_rank(1):
         one = make()
         trainer = trainer_with(*one)
         assert [logger.version for logger in one] == [1, 1]
-        promotion.prepare(trainer, lambda _: [0, 0], lambda: None)
+        promotion.prepare(trainer, lambda _: [0, 0])
         recorders = [logger.log_metrics for logger in one]
-        promotion.prepare(trainer, lambda _: [0, 0], lambda: None)
+        promotion.prepare(trainer, lambda _: [0, 0])
         assert [logger.log_metrics for logger in one] == recorders
     assert [logger.log_dir for logger in one] == [logger.log_dir for logger in zero]
 
@@ -906,7 +906,7 @@ class Moment(Callback):
         self.step, self.action = step, action
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        promotion.prepare(trainer, lambda versions: versions, lambda: None)
+        promotion.prepare(trainer, lambda versions: versions)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:

@@ -46,6 +46,12 @@ def progress(doing: str) -> None:
         _ring.activity.progress(doing)
 
 
+def confirm_membership(*, waits_for_coordinator: bool = True) -> None:
+    """As `Ring.confirm_membership`; without a ring, there is nobody to be given up by."""
+    if _ring is not None:
+        _ring.confirm_membership(waits_for_coordinator=waits_for_coordinator)
+
+
 def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     """Make WORLD (no ranks given) or a sub-group; torch calls it from init_process_group and new_group."""
     global _ring  # noqa: PLW0603 - one ring per process, as there is one WORLD
