@@ -21,7 +21,12 @@ def _program() -> ModuleType:
 
 
 def final_weights(
-    contributors: Mapping[int, tuple[str, ...]], *, model: str, optimizer: str = "sgd", accumulate: int = 1
+    contributors: Mapping[int, tuple[str, ...]],
+    *,
+    model: str,
+    optimizer: str = "sgd",
+    accumulate: int = 1,
+    width: int = 64,
 ) -> dict[str, torch.Tensor]:
     """Train alone: each step's gradient is the average over exactly the batches of its contributors.
 
@@ -30,10 +35,11 @@ def final_weights(
         model: As for plain_loop.py.
         optimizer: As for plain_loop.py.
         accumulate: As for plain_loop.py.
+        width: As for plain_loop.py.
     """
     program = _program()
     torch.manual_seed(0)
-    net = program.Net(model, 64)
+    net = program.Net(model, width)
     steps = program.make_optimizer(optimizer, net.parameters())
     for step in range(len(contributors)):
         gradients: dict[str, torch.Tensor] = {}

@@ -2,39 +2,80 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
+import time
+from typing import Any
 
 from tests.integration import jobs, networks, reference
 from tests.integration.test_kill_points import check_weights
 
+HEARTBEAT_TIMEOUT_S = 2.0
+
 SETTINGS = {
     "LIGHTNING_FT_HEARTBEAT_INTERVAL": "0.3",
-    "LIGHTNING_FT_HEARTBEAT_TIMEOUT": "2",
-    "LIGHTNING_FT_TIMEOUT": "8",
+    "LIGHTNING_FT_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT_S),
+    "LIGHTNING_FT_TIMEOUT": "6",
+    "LIGHTNING_FT_MAX_LINK_FAILURES": "1",
 }
 
-
-def steps_of(job: jobs.Job, member: str) -> int:
-    return sum(line["event"] == "step" for line in job.records(member))
+NUM_STEPS = 300
 
 
-def test_card_is_broken(tmp_path: pathlib.Path) -> None:
-    """The host is given up after its silence; the others finish the step; it writes nothing more and ends."""
-    victim = 2
-    members = tuple(f"{node}/0" for node in range(4))
-    with networks.hosts(4) as hosts, jobs.running_on(tmp_path, hosts, 1, ["plain_loop.py", "400"], SETTINGS) as nodes:
-        nodes[0].wait_until(lambda: steps_of(nodes[0], "0/0") >= 20)
-        hosts[victim].card_down()
-        assert nodes[0].finish() == 0, nodes[0].output()
-        survivors = [member for member in members if member != f"{victim}/0"]
-        contributors = jobs.committed(nodes[0], members)
-        assert sorted(contributors) == list(range(400))
-        (failure,) = [event for event in nodes[0].events() if event["event"] == "failure_detected"]
-        assert failure["member"] == f"{victim}/0"
-        assert failure["cause"] in ("heartbeat", "connection")
-        assert failure["host"] == hosts[victim].address
-        check_weights(nodes[0], survivors, reference.final_weights(contributors, model="mlp"))
-        for node in nodes:
-            status = node.finish()
-            assert (status == 0) == (node is not nodes[victim]), node.output()
-        assert "CoordinatorLostError" in nodes[victim].output()
+def told(job: jobs.Job, event: str) -> list[dict[str, Any]]:
+    return [line for line in job.events() if line["event"] == event]
+
+
+def lost(job: jobs.Job) -> list[str]:
+    return [line["member"] for line in told(job, "failure_detected")]
+
+
+def go_on(job: jobs.Job) -> None:
+    """Wait until ten more steps are done."""
+    num_steps = len(job.records("0/0"))
+    job.wait_until(lambda: len(job.records("0/0")) > num_steps + 20)
+
+
+def test_networks_fail_in_every_way(tmp_path: pathlib.Path) -> None:
+    """A card that is back in time, two hosts that hear everybody but each other, and a network cut in two."""
+    program = ["plain_loop.py", str(NUM_STEPS), "--width", "16"]
+    members = tuple(f"{node}/0" for node in range(6))
+    with networks.hosts(6) as hosts, jobs.running_on(tmp_path, hosts, 1, program, SETTINGS) as nodes:
+        job = nodes[0]
+        job.wait_until(lambda: len(job.records("0/0")) > 20)
+
+        for _ in range(2):
+            hosts[5].card_down()
+            down_s = time.monotonic()
+            job.wait_until(lambda down_s=down_s: time.monotonic() > down_s + HEARTBEAT_TIMEOUT_S / 2)
+            hosts[5].card_up()
+            go_on(job)
+        assert not lost(job), "nobody is punished for a card that is back in time"
+
+        hosts[1].lose_packets_to(hosts[2])
+        hosts[2].lose_packets_to(hosts[1])
+        job.wait_until(lambda: len(lost(job)) == 1)
+        go_on(job)
+        (guilty,) = lost(job)
+        assert guilty in ("1/0", "2/0")
+        (failure,) = told(job, "failure_detected")
+        assert failure["cause"] == "connection"
+        assert {(line["member"], line["peer"], *line["hosts"]) for line in told(job, "link_failed")} == {
+            ("1/0", "2/0", hosts[1].address, hosts[2].address)
+        }
+
+        cut_off = [4, 5]
+        for near, far in itertools.product(range(4), cut_off):
+            hosts[near].lose_packets_to(hosts[far])
+            hosts[far].lose_packets_to(hosts[near])
+        assert job.finish() == 0, job.output()
+        survivors = {"0/0", "1/0", "2/0", "3/0"} - {guilty}
+        assert sorted(lost(job)) == sorted({*members} - survivors)
+        contributors = jobs.committed(job, members)
+        assert sorted(contributors) == list(range(NUM_STEPS))
+        assert jobs.contributors_by_events(job.events(), NUM_STEPS) == contributors
+        check_weights(job, survivors, reference.final_weights(contributors, model="mlp", width=16))
+        for node, member in zip(nodes, members, strict=True):
+            assert (node.finish() == 0) == (member in survivors), node.output()
+        for number in cut_off:
+            assert "CoordinatorLostError" in nodes[number].output()

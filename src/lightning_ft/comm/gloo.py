@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ft.comm.peers import PeerAddress, unreachable
+from lightning_ft.comm.peers import PATIENCE_S, PeerAddress, unreachable
 from lightning_ft.comm.sockets import (
     Descriptor,
     ForkGuard,
@@ -257,11 +257,11 @@ class GlooTransport:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._device]
         options._timeout = self._timeout + size * _CONNECT_TIME
+        build.peers = peers
         try:
             group = dist.ProcessGroupGloo(prefixed, rank, size, options)
         except RuntimeError as error:
-            suspects = () if build.is_cancelled else unreachable(peers)
-            raise RingBrokenError(str(error), suspects) from error
+            raise RingBrokenError(str(error), unreachable(peers, lambda: build.is_cancelled)) from error
         group._set_default_timeout(_FOREVER)
         group_ports = [peer.group_port for peer in peers]
         opened = tuple(_ring_sockets(open_sockets() - before, self._listener_port, group_ports))
@@ -274,6 +274,7 @@ class Build:
 
     Attributes:
         sockets: The store client's, once it is connected.
+        peers: The members by rank, once they have met and connect to one another.
     """
 
     def __init__(
@@ -284,6 +285,7 @@ class Build:
         drop: Callable[[InnerGroup], None],
     ) -> None:
         self.sockets: tuple[Descriptor, ...] = ()
+        self.peers: Sequence[PeerAddress] = ()
         self._prefix = prefix
         self._make = make
         self._keep = keep
@@ -311,7 +313,11 @@ class Build:
             RingBrokenError: A member is gone, or the build was cancelled.
         """
         self._thread.start()
-        self._wake.wait()
+        while not self._wake.wait(PATIENCE_S + len(self.peers) * _CONNECT_TIME.total_seconds()):
+            # Gloo waits for a host that does not answer for as long as the kernel sends again, minutes (torch 2.13).
+            if silent := unreachable(self.peers, self._wake.is_set):
+                self.cancel()
+                raise RingBrokenError(f"building {self._prefix} failed: no answer from ranks {silent}", silent)
         with self._lock:
             inner, is_cancelled = self._inner, self._is_cancelled
             if is_cancelled:

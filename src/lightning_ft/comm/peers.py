@@ -8,10 +8,12 @@ import errno
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 PATIENCE_S = 1.0
 """A host that is there answers within milliseconds; a lost packet is sent again after one second."""
+
+_LOOK_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,10 +40,17 @@ class PeerAddress:
         return cls(host, int(store_port), int(group_port))
 
 
-def unreachable(peers: Sequence[PeerAddress], patience_s: float = 2 * PATIENCE_S) -> tuple[int, ...]:
+def unreachable(
+    peers: Sequence[PeerAddress], is_moot: Callable[[], bool] = lambda: False, patience_s: float = 2 * PATIENCE_S
+) -> tuple[int, ...]:
     """Connect to all at once, and return the ranks of those that don't answer in time.
 
     A refusal is an answer: that host is there, and what became of the member is for others to find out.
+
+    Args:
+        peers: By rank.
+        is_moot: Asked now and then; once it says so, nobody is returned.
+        patience_s: How long to wait for answers.
     """
     deadline_s = time.monotonic() + patience_s
     silent = set(range(len(peers)))
@@ -56,7 +65,9 @@ def unreachable(peers: Sequence[PeerAddress], patience_s: float = 2 * PATIENCE_S
                 continue
             selector.register(sock, selectors.EVENT_WRITE, rank)
         while selector.get_map() and (patience_s := deadline_s - time.monotonic()) > 0:
-            for key, _ in selector.select(patience_s):
+            if is_moot():
+                return ()
+            for key, _ in selector.select(min(patience_s, _LOOK_S)):
                 sock = key.fileobj  # type: ignore[assignment]
                 if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS:
                     silent.discard(key.data)

@@ -33,6 +33,7 @@ def test_whoever_answers_can_be_reached() -> None:
             PeerAddress("no-such-host.invalid", 1, 1),
         ]
         assert unreachable(peers, patience_s=0.3) == (2, 3)
+        assert unreachable(peers, lambda: True) == (), "nobody wants to know any more"
         for sock in waiting:
             sock.close()
     assert unreachable([]) == ()
