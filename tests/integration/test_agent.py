@@ -561,6 +561,7 @@ def test_two_agents_make_one_job(stage: Stage) -> None:
     assert [node.wait(DEADLINE_S) for node in nodes] == [0, 0]
     assert stage.noted("1/0", "view1") == "0/0 1/0"
     assert stage.noted("1/0", "view2") == "1/0"
+    assert not any("could not be reported" in path.read_text() for path in stage.outputs)
 
 
 # Command line.

@@ -26,8 +26,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import IO, Any
 
 from lightning_ft import child as child_module
 from lightning_ft.config import ENV_PREFIX, Settings, parse_endpoint, unknown_variables
@@ -300,15 +300,13 @@ class Agent:
         self._client.done()
         own_status = job_status(self._exits, [(e.member, e.incarnation) for e in self._exits if e.status == 0])
         if self._coordinator is None:
-            await self._client.flush(self._settings.heartbeat_timeout)
+            # Once the job has ended the coordinator has heard of everything, and is there no more.
+            await _first_of(self._client.flush(self._settings.heartbeat_timeout), self._client.ended.wait())
             return own_status
         # The agents of other nodes end with their members; those of a failed job are not waited for for ever.
         waits = (self._client.ended.wait(), self._given_up.wait(), self._coordinator.ended())
-        tasks = [asyncio.ensure_future(wait) for wait in waits]
-        await asyncio.wait(tasks, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
+        await _first_of(*waits, timeout_s=self._patience_s)
         await self._coordinator.end(self._settings.heartbeat_timeout)
-        for task in tasks:
-            task.cancel()
         return own_status if self._client.job_status is None else self._client.job_status
 
     async def _close(self) -> None:
@@ -408,6 +406,14 @@ def run_agent(
         termination_grace_time=termination_grace_time,
     )
     return asyncio.run(agent.run())
+
+
+async def _first_of(*waits: Coroutine[Any, Any, object], timeout_s: float | None = None) -> None:
+    """Wait until one of these is over, and give the others up."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
 
 
 def _free_port() -> int:
