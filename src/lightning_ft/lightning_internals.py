@@ -2,7 +2,7 @@
 
 Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if it changes):
 `trainer.connectors.data_connector._InfiniteBarrier`, `_TrainingEpochLoop._broadcast_sigterm_tensor`,
-`_SignalConnector._sigterm_notifier_fn` and `received_sigterm`, `_FitLoop._combined_loader` and `setup_data`,
+`_SignalConnector._sigterm_notifier_fn`, `_register_signal` and `received_sigterm`, `_FitLoop._combined_loader` and `setup_data`,
 `_EvaluationLoop._combined_loader`, `setup_data` and `_on_evaluation_end`, `_PredictionLoop._combined_loader`,
 `setup_data` and `_on_predict_end`, `rank_zero_only.rank`, and in
 `fabric.strategies.launchers.subprocess_script` `_basic_subprocess_cmd` and `_hydra_subprocess_cmd`.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import signal
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Self
@@ -66,30 +67,43 @@ def rank_zero_rank() -> int | None:
     return rank
 
 
-def replace_sigterm_broadcasts(
-    trainer: Trainer, on_sigterm: Callable[[], None], is_stopping: Callable[[], bool]
+def take_stop_signals(
+    trainer: Trainer, on_signal: Callable[[signal.Signals], None], stop_reason: Callable[[], signal.Signals | None]
 ) -> None:
-    """Take SIGTERM out of Lightning's hands.
+    """Take SIGTERM and SIGINT out of Lightning's hands.
 
-    It broadcasts a flag at every batch, and again from within the signal handler, where it meets any other collective.
-    Here the handler only notes the signal; all ranks learn it with a step's commit and stop at the same batch.
+    For SIGTERM it broadcasts a flag at every batch, and again from within the signal handler, where it meets any other
+    collective; SIGINT ends each rank wherever it is. Here the handler only notes the signal; all ranks learn it with a
+    step's commit and stop at the same batch. A second SIGINT is Python's own.
 
     Args:
         trainer: Before its signal handlers are registered.
-        on_sigterm: Called in the signal handler.
-        is_stopping: Whether the last commit said that somebody was asked to stop.
+        on_signal: Called in the signal handler.
+        stop_reason: Which signal this rank got (SIGTERM if none) if the last commit said that somebody got one.
     """
     connector = trainer._signal_connector
+    register = connector.register_signal_handlers
 
-    def note(_signum: int, _frame: FrameType | None) -> None:
-        on_sigterm()
+    def note(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        on_signal(signal.Signals(number))
+
+    def register_all() -> None:
+        register()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is the user's
+            connector._register_signal(signal.SIGINT, note)
 
     def stop_if_agreed() -> None:
-        if is_stopping():
+        reason = stop_reason()
+        if reason == signal.SIGINT:
+            raise KeyboardInterrupt
+        if reason is not None:
             connector.received_sigterm = True
             raise SIGTERMException
 
     connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
+    connector.register_signal_handlers = register_all  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = stop_if_agreed  # type: ignore[method-assign]
 
 

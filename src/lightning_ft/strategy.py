@@ -9,6 +9,7 @@ import io
 import logging
 import pathlib
 import pickle
+import signal
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -130,6 +131,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._data: lightning_internals.DataRefresher | None = None
         self._is_promoted = False
         self._is_stopping = False
+        self._own_stop_signal = signal.SIGTERM
         self._evaluated_by: tuple[str, ...] = ()
 
     # -- who is in it -----------------------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             return
         self._trainer = trainer
         self._data = self._data or lightning_internals.DataRefresher(trainer, self._on_dealt, self._on_evaluated)
-        lightning_internals.replace_sigterm_broadcasts(trainer, self._on_sigterm, lambda: self._is_stopping)
+        lightning_internals.take_stop_signals(trainer, self._on_stop_signal, self._stop_reason)
         promotion.prepare(trainer, self.broadcast)
         self._tell_log_directory(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -307,12 +309,18 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def _on_commit(self, commit: StepCommit) -> None:
         self._is_stopping |= commit.stop_requests > 0
 
-    def _on_sigterm(self) -> None:
-        """Called in the signal handler: only note it."""
+    def _on_stop_signal(self, number: signal.Signals) -> None:
+        """Called in the signal handler: in a fit, only note it."""
         if isinstance(self.model, FaultTolerantDDP):
             self.model.is_stop_requested = True
+            self._own_stop_signal = number
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
         else:
-            raise SystemExit(128 + 15)
+            raise SystemExit(128 + number)
+
+    def _stop_reason(self) -> signal.Signals | None:
+        return self._own_stop_signal if self._is_stopping else None
 
     # -- evaluating -------------------------------------------------------------------------------------------------
 

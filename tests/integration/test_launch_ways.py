@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -101,12 +102,17 @@ def test_the_plain_example(tmp_path: pathlib.Path) -> None:
     assert float(done.stdout.split("test accuracy: ")[1].partition("%")[0]) >= 90, done.stdout
 
 
-def test_sigterm_stops_all_ranks_at_the_same_batch(tmp_path: pathlib.Path) -> None:
-    """SIGTERM to one rank is learned by all with the same commit: all end in peace, with equal weights."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_all_ranks_at_the_same_batch(tmp_path: pathlib.Path, number: signal.Signals) -> None:
+    """One rank's SIGTERM, or Ctrl-C, is learned by all with the same commit: all end in peace, with equal weights."""
     with jobs.running_script(tmp_path, ["lightning_fit.py", "--devices", "2", "--epochs", "1000"]) as job:
         job.wait_until(lambda: len(job.records("0/1")) > 40)
-        job.kill("0/1", 15)
-        assert job.finish() == 0, job.output()
+        if number == signal.SIGINT:
+            job.process.send_signal(number)
+        else:
+            job.kill("0/1", number)
+        assert job.finish() == (1 if number == signal.SIGINT else 0), job.output()  # as Lightning's own
+        assert not [event for event in job.events() if event["event"] in ("failure_detected", "failed")], job.output()
         last = [[line for line in job.records(member) if line["event"] == "batch"][-1] for member in ("0/0", "0/1")]
         assert last[0]["step"] == last[1]["step"], job.output()
         assert last[0]["hash"] == last[1]["hash"]

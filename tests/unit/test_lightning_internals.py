@@ -50,7 +50,7 @@ def test_the_trainer_has_what_is_replaced() -> None:
     assert trainer._signal_connector.received_sigterm is False
     assert trainer.fit_loop._combined_loader is None
     assert trainer.fit_loop.epoch_loop.val_loop._combined_loader is None
-    lightning_internals.replace_sigterm_broadcasts(trainer, lambda: None, lambda: False)
+    lightning_internals.take_stop_signals(trainer, lambda _: None, lambda: None)
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
 
 

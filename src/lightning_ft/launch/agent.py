@@ -363,7 +363,8 @@ class Agent:
                 logger.warning("second SIGINT: killing %d processes", len(self._alive()))
                 self._kill_all()
                 return
-        logger.info("passing %s on to %d processes", number.name, len(self._alive()))
+        more = "; once more kills them" if number == signal.SIGINT else ""
+        logger.info("passing %s on to %d processes%s", number.name, len(self._alive()), more)
         self._forward(number)
 
     @contextlib.contextmanager
