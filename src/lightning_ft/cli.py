@@ -7,6 +7,8 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
+from lightning_ft.config import parse_timeout
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
@@ -48,10 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument(
         "--heartbeat-timeout", type=float, metavar="S", help="silence after which a member is given up"
     )
-    settings.add_argument("--timeout", type=float, metavar="S", help="how long a collective may wait for a member")
+    settings.add_argument(
+        "--timeout", type=parse_timeout, metavar="S|auto", help="how long a collective may wait for a member"
+    )
     settings.add_argument(
         "--max-link-failures", type=int, metavar="N", help="how often a link may fail before one end is given up"
     )
+    settings.add_argument("--evict-stragglers", action="store_true", default=None, help="give slow members up")
     settings.add_argument("--coordinator", metavar="HOST:PORT", help="where node 0's coordinator listens")
     settings.add_argument("--event-log", metavar="PATH", help="file that gets the event log")
     run.add_argument("script", metavar="SCRIPT")
@@ -66,6 +71,7 @@ _SETTINGS = (
     "heartbeat_timeout",
     "timeout",
     "max_link_failures",
+    "evict_stragglers",
     "coordinator",
     "event_log",
 )

@@ -13,6 +13,11 @@ from typing import Any
 
 ENV_PREFIX = "LIGHTNING_FT_"
 
+AUTO = "auto"
+"""Value of the setting `timeout` that has it learned."""
+
+_LONGEST = 1800.0
+
 _ALIASES = {
     "enable": "HCCL_FT_ENABLE",
     "max_failures": "HCCL_FT_MAX_FAILURES",
@@ -29,9 +34,11 @@ class Settings:
         max_failures: Most members that may be missing at once; None: any number.
         heartbeat_interval: How often members and agents say that they are alive.
         heartbeat_timeout: Silence after which a member is given up.
-        timeout: How long a collective may wait for a member before that member counts as hung.
+        timeout: How long a collective may wait for a member before that member counts as hung. `"auto"`: for what a
+            member has done ten times or more, ten times the longest of these, at least 6 heartbeat_timeout; else 1800.
         max_link_failures: How often the connection of two live members may fail in ten minutes before one of them is
             given up, >= 0.
+        evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
         coordinator: `host:port` of the coordinator; None: the agent starts one.
         process_group_backend: Backend inside `ft` (`gloo`); None: chosen by device.
         event_log: File that gets the event log; None: `ft_events.jsonl` in the run's log directory.
@@ -45,8 +52,9 @@ class Settings:
     max_failures: int | None = None
     heartbeat_interval: float = 1.0
     heartbeat_timeout: float = 10.0
-    timeout: float = 1800.0
+    timeout: float | str = 1800.0
     max_link_failures: int = 3
+    evict_stragglers: bool = False
     coordinator: str | None = None
     process_group_backend: str | None = None
     event_log: str | None = None
@@ -60,7 +68,9 @@ class Settings:
             raise ValueError(f"max_failures must be at least 0, or None for no limit, got {self.max_failures!r}")
         if self.max_link_failures < 0:
             raise ValueError(f"max_link_failures must be at least 0, got {self.max_link_failures!r}")
-        if not 0 < self.heartbeat_interval < self.heartbeat_timeout < self.timeout:
+        if isinstance(self.timeout, str) and self.timeout != AUTO:
+            raise ValueError(f"timeout must be seconds or {AUTO!r}, got {self.timeout!r}")
+        if not 0 < self.heartbeat_interval < self.heartbeat_timeout < self.longest_timeout:
             raise ValueError(
                 "0 < heartbeat_interval < heartbeat_timeout < timeout must hold, got "
                 f"heartbeat_interval={self.heartbeat_interval!r}, heartbeat_timeout={self.heartbeat_timeout!r}, "
@@ -70,6 +80,16 @@ class Settings:
             parse_endpoint(self.coordinator)
         if self.process_group_backend not in (None, "gloo"):
             raise ValueError(f"process_group_backend must be 'gloo' or None, got {self.process_group_backend!r}")
+
+    @property
+    def least_timeout(self) -> float:
+        """After so long in a collective one looks who is waited for."""
+        return min(6 * self.heartbeat_timeout, _LONGEST) if isinstance(self.timeout, str) else self.timeout
+
+    @property
+    def longest_timeout(self) -> float:
+        """So long may take what is not known to be shorter."""
+        return _LONGEST if isinstance(self.timeout, str) else self.timeout
 
     @classmethod
     def resolve(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
@@ -112,6 +132,15 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def parse_timeout(text: str) -> float | str:
+    """Read a `timeout`: seconds or `auto`.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    return text if text == AUTO else float(text)
+
+
 def _read(variable: str, text: str, reader: Callable[[str], Any]) -> Any:
     try:
         return reader(text)
@@ -123,7 +152,7 @@ def _check_types(settings: Settings) -> None:
     """Raises: ValueError: A value given in Python is of another type than what would be read from the environment."""
     for name, hint in typing.get_type_hints(Settings).items():
         value = getattr(settings, name)
-        expected = int | float if hint is float else hint
+        expected = hint | int if hint in (float, float | str) else hint
         if not isinstance(value, expected) or (isinstance(value, bool) and hint is not bool):
             raise ValueError(f"{name} must be {getattr(hint, '__name__', hint)}, got {value!r}")
 
@@ -144,8 +173,9 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "max_failures": _optional_int,
     "heartbeat_interval": float,
     "heartbeat_timeout": float,
-    "timeout": float,
+    "timeout": parse_timeout,
     "max_link_failures": int,
+    "evict_stragglers": _flag,
     "coordinator": str,
     "process_group_backend": str,
     "event_log": str,

@@ -221,6 +221,11 @@ _SENTENCES: dict[str, tuple[int, str]] = {
     "member_stacks": (logging.WARNING, "its threads were here, the innermost call first:\n{stacks}"),
     "member_exited": (logging.DEBUG, "the process has ended: {detail}"),
     "failure_detected": (logging.WARNING, "is lost: {detail}"),
+    "straggler_detected": (
+        logging.WARNING,
+        "holds all others up: {busy_s} s of work for a step, the median is {median_s} s",
+    ),
+    "straggler_recovered": (logging.INFO, "holds nobody up any more"),
     "view_suspended": (logging.WARNING, "training is suspended: {reason}"),
     "view_committed": (logging.INFO, "the members are now {members}: {reason}"),
     "quorum_missing": (logging.WARNING, "training can't go on yet: {reason}"),

@@ -2,7 +2,8 @@
 
 Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if it changes):
 `trainer.connectors.data_connector._InfiniteBarrier`, `_TrainingEpochLoop._broadcast_sigterm_tensor`,
-`_SignalConnector._sigterm_notifier_fn`, `_register_signal` and `received_sigterm`, `_FitLoop._combined_loader` and `setup_data`,
+`_SignalConnector._sigterm_notifier_fn`, `_register_signal` and `received_sigterm`,
+`_FitLoop._combined_loader`, `setup_data` and `on_advance_end`,
 `_EvaluationLoop._combined_loader`, `setup_data` and `_on_evaluation_end`, `_PredictionLoop._combined_loader`,
 `setup_data` and `_on_predict_end`, `rank_zero_only.rank`, and in
 `fabric.strategies.launchers.subprocess_script` `_basic_subprocess_cmd` and `_hydra_subprocess_cmd`.
@@ -26,6 +27,7 @@ from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DistributedSampler
 
+from lightning_ft.comm.backend import progress
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 
 
@@ -129,6 +131,8 @@ class DataRefresher:
             "predict": (trainer.predict_loop,),
         }
         self._loops: list[Any] = [trainer.fit_loop]
+        end_of_epoch = functools.partial(progress, "the end of an epoch")
+        trainer.fit_loop.on_advance_end = _after(end_of_epoch, trainer.fit_loop.on_advance_end)  # type: ignore[method-assign]
         for stage, loops in evaluations.items():
             for loop in loops:
                 self._loops.append(loop)

@@ -12,7 +12,7 @@ import pickle
 import signal
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -61,8 +61,9 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         max_failures: Most members that may be missing at once.
         heartbeat_interval: Seconds between two signs of life.
         heartbeat_timeout: Seconds of silence after which a member is given up.
-        timeout: Seconds that a collective may wait for a member that shows no progress.
+        timeout: Seconds that a collective may wait for a member that shows no progress; `"auto"`: learned.
         max_link_failures: How often the connection of two live members may fail in ten minutes.
+        evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
         coordinator: `host:port` of the coordinator, if the agent shall not start one at a free port.
         process_group_backend: Backend inside `ft`: `gloo`.
         event_log: File of the event log.
@@ -88,11 +89,12 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         max_failures: int | None = None,
         heartbeat_interval: float | None = None,
         heartbeat_timeout: float | None = None,
-        timeout: float | datetime.timedelta | None = None,
+        timeout: float | Literal["auto"] | datetime.timedelta | None = None,
         coordinator: str | None = None,
         process_group_backend: str | None = None,
         event_log: str | None = None,
         max_link_failures: int | None = None,
+        evict_stragglers: bool | None = None,  # noqa: FBT001 - jsonargparse takes either kind
         **ddp_kwargs: Any,
     ) -> None:
         timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
@@ -106,6 +108,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             event_log=event_log,
             max_link_failures=max_link_failures,
+            evict_stragglers=evict_stragglers,
         )
         takers = (DistributedDataParallel.__init__, DDPStrategy.__init__)
         known = {name for taker in takers for name in inspect.signature(taker).parameters}
@@ -124,7 +127,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             ddp_comm_hook=ddp_comm_hook,
             ddp_comm_wrapper=ddp_comm_wrapper,
             process_group_backend=process_group_backend,
-            timeout=datetime.timedelta(seconds=self.settings.timeout),
+            timeout=datetime.timedelta(seconds=self.settings.longest_timeout),
             **ddp_kwargs,
         )
         self._trainer: Trainer | None = None
@@ -359,6 +362,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     def _on_evaluated(self, stage: str) -> None:
         """Say what the dead have left out: the share of a member that went is in no result."""
+        progress(f"the end of the {stage}")
         if self.group is None or self.group.members == self._evaluated_by:
             return
         missing = [member for member in self._evaluated_by if member not in self.group.members]

@@ -58,11 +58,31 @@ def test_members_that_hang_are_named_with_their_stacks(tmp_path: pathlib.Path) -
 
 
 def test_work_that_is_said_is_no_hang(tmp_path: pathlib.Path) -> None:
-    """The others wait for longer than `timeout` for one that shows progress."""
-    with jobs.running(tmp_path, 3, ["hangs.py", "30", "0/1=busy@10"], QUICK) as job:
+    """The others wait for longer than `timeout`, a learned one, for one that shows progress, and for no other."""
+    learning = {
+        "LIGHTNING_FT_HEARTBEAT_INTERVAL": "0.2",
+        "LIGHTNING_FT_HEARTBEAT_TIMEOUT": "0.8",
+        "LIGHTNING_FT_TIMEOUT": "auto",
+    }
+    with jobs.running(tmp_path, 3, ["hangs.py", "40", "0/1=busy@20", "0/2=quiet@30"], learning) as job:
         assert job.finish() == 0, job.output()
-        assert not told(job, "failure_detected")
-        assert sums(job, "0/0") == sums(job, "0/1") == [3.0] * 30
+        (failure,) = told(job, "failure_detected")
+        assert (failure["member"], failure["cause"]) == ("0/2", "hang")
+        assert sums(job, "0/0") == sums(job, "0/1") == [3.0] * 30 + [2.0] * 10
+
+
+def test_a_straggler_is_reported_and_given_up_if_that_is_wished(tmp_path: pathlib.Path) -> None:
+    """With what it costs the others."""
+    settings = {**QUICK, "LIGHTNING_FT_EVICT_STRAGGLERS": "1"}
+    with jobs.running(tmp_path, 4, ["plain_loop.py", "120", "--slow", "0/2"], settings) as job:
+        check_job(job, 120, {"0/0", "0/1", "0/3"}, MEMBERS[:4], model="mlp")
+        (straggler,) = told(job, "straggler_detected")
+        assert straggler["member"] == "0/2"
+        assert straggler["host"] == "127.0.0.1"
+        assert straggler["busy_s"] >= 0.05 > straggler["median_s"]
+        assert straggler["share"] == pytest.approx(1 - straggler["median_s"] / straggler["busy_s"], abs=1e-3)
+        (failure,) = told(job, "failure_detected")
+        assert failure["cause"] == "slow"
 
 
 def test_a_short_stop_is_no_failure(tmp_path: pathlib.Path) -> None:

@@ -27,6 +27,7 @@ VALUES = {
     "heartbeat_interval": ("0.5", 0.5),
     "heartbeat_timeout": ("20", 20.0),
     "timeout": ("60", 60.0),
+    "evict_stragglers": ("1", True),
     "max_link_failures": ("5", 5),
     "coordinator": ("node0:29400", "node0:29400"),
     "process_group_backend": ("gloo", "gloo"),

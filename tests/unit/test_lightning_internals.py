@@ -27,6 +27,7 @@ from lightning_ft import lightning_internals
         (_SignalConnector, "register_signal_handlers", "[self._sigterm_notifier_fn]"),
         (_FitLoop, "setup_data", "self._combined_loader is not None and not self._should_reload_train_dl"),
         (_FitLoop, "on_advance_start", "self.setup_data()"),
+        (_FitLoop, "on_advance_end", "on_train_epoch_end"),
         (_EvaluationLoop, "setup_data", "self._combined_loader is not None and trainer_fn == TrainerFn.FITTING"),
         (DDPStrategy, "setup_environment", "self.setup_distributed()"),
         (DDPStrategy, "configure_ddp", "self._setup_model(self.model)"),

@@ -300,6 +300,7 @@ class Ring:
         if operation.kind is Kind.COMMIT:
             self.step += 1
             self._client.step = self.step
+            self.activity.step()
 
     def _is_blocked_by_leaver(self, sequence: CollectiveSequence, operation: Operation) -> bool:
         leavers, members = self._leavers, self.view.members

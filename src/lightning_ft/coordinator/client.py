@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from lightning_ft.config import Settings
+from lightning_ft.config import AUTO, Settings
 from lightning_ft.coordinator.activity import Activity
 from lightning_ft.coordinator.channel import MEMBER_PATH
 from lightning_ft.coordinator.enrolment import Enrolment, Left, NextView, Resync, Sever, checked
 from lightning_ft.coordinator.lease import Lease
 from lightning_ft.coordinator.link import Link
+from lightning_ft.coordinator.patience import Patience
 from lightning_ft.errors import CoordinatorLostError, FaultToleranceError, ProtocolViolationError
 from lightning_ft.membership import effects, events, wire
 from lightning_ft.membership.events import Address
@@ -81,7 +82,9 @@ class MembershipClient:
         self.on_leaving = on_leaving
         self.on_evicted = on_evicted
         self.step = 0
-        self.activity = Activity()
+        self.activity = Activity(
+            Patience(settings.least_timeout, settings.longest_timeout) if settings.timeout == AUTO else None
+        )
         self._settings = settings
         self._lease = Lease(settings.heartbeat_timeout)
         self._changed = threading.Condition()
@@ -174,7 +177,7 @@ class MembershipClient:
                 if following is not None:
                     return following
                 self._raise_if_over()
-                self._wait_for_change(self._settings.timeout)
+                self._wait_for_change(self._settings.longest_timeout)
 
     def confirm(self) -> None:
         """Make sure that this process is a member still, before it does what only a member may: write a checkpoint.
@@ -189,7 +192,7 @@ class MembershipClient:
         with self._changed:
             while not self._lease.is_valid:
                 self._raise_if_over()
-                self._wait_for_change(self._settings.timeout)
+                self._wait_for_change(self._settings.longest_timeout)
 
     def confirm_if_in_doubt(self) -> None:
         """The same, but only if this process itself was away: for what may not wait for the coordinator."""
@@ -206,7 +209,7 @@ class MembershipClient:
         Raises:
             ValueError: `completed` is no number.
         """
-        deadline_s = time.monotonic() + self._settings.timeout
+        deadline_s = time.monotonic() + self._settings.longest_timeout
         with self._changed:
             if self._thread is None or self._is_out():
                 return None
@@ -277,8 +280,8 @@ class MembershipClient:
             raise enrolment.violation(f"the coordinator at {link.endpoint} refused this process: {link.refusal}")
         if self._is_closed:
             raise self._lost("the client was closed")
-        if link.silent_s() >= self._settings.timeout:
-            raise self._lost(f"no contact for timeout={self._settings.timeout:g} s ({link.cause})")
+        if link.silent_s() >= self._settings.longest_timeout:
+            raise self._lost(f"no contact for timeout={self._settings.longest_timeout:g} s ({link.cause})")
 
     def _lost(self, cause: str) -> CoordinatorLostError:
         generation = self.view.generation

@@ -34,6 +34,9 @@ logger = logging.getLogger("lightning_ft")
 START_TIMEOUT_S = 600.0
 """A member may take at least this long from the start of its process to its first sign of life."""
 
+_TICKS = 12
+"""Deadlines are judged at least so often in a `heartbeat_timeout`: silence is noticed a twelfth of it late at most."""
+
 _HOME = 0
 """The node whose agent started the coordinator."""
 
@@ -72,11 +75,11 @@ class CoordinatorServer:
         self._event_log = event_log
         self._clock = clock
         self._memory = memory
-        start_timeout_s = max(settings.timeout, START_TIMEOUT_S)
+        start_timeout_s = max(settings.longest_timeout, START_TIMEOUT_S)
         saved = None if memory is None else memory.load()
         self._not_over_before_s = clock()
         if memory is not None and saved is not None:
-            self._state = snapshot.load(saved["core"], clock(), settings.timeout, start_timeout_s)
+            self._state = snapshot.load(saved["core"], clock(), settings.longest_timeout, start_timeout_s)
             self._ending = Ending((member, incarnation) for member, incarnation in saved["released"])
             for item in memory.items():
                 self._ending.note(events.Exited(*item))
@@ -302,7 +305,7 @@ class CoordinatorServer:
 
     @property
     def _pause_s(self) -> float:
-        return min(self._settings.heartbeat_interval, self._settings.heartbeat_timeout / 4)
+        return min(self._settings.heartbeat_interval, self._settings.heartbeat_timeout / _TICKS)
 
     # Deciding and doing.
 

@@ -6,6 +6,7 @@ from lightning_ft.membership import effects, events
 from lightning_ft.membership.effects import Cause
 from lightning_ft.membership.ids import in_order
 from lightning_ft.membership.state import Member, Phase, Status
+from lightning_ft.membership.stragglers import judge_stragglers
 from lightning_ft.membership.transitions import Turn, conclude, gone, suspend
 
 
@@ -25,7 +26,8 @@ def judge(turn: Turn, _: events.Tick) -> None:
             turn.emit(effects.Probe(name, member.incarnation, member.address))
     if turn.state.phase is Phase.HEALTHY and num_waiting == turn.state.tally.running:
         first = turn.state.view.members[0]
-        suspend(turn, first, f"all members have waited for {turn.settings.timeout:g} s in a collective")
+        suspend(turn, first, f"all members have waited for {turn.settings.least_timeout:g} s in a collective")
+    judge_stragglers(turn)
     _drop_silent_joiners(turn)
     conclude(turn)
 
@@ -59,7 +61,7 @@ def _num_waiting(turn: Turn) -> int:
     """How many members have waited for `timeout`. In a suspended view all do, once there was time to hear of it."""
     if turn.state.phase is Phase.SUSPENDED:
         return turn.state.tally.running if turn.clock_s >= (turn.state.hang_deadline_s or 0.0) else 0
-    timeout_s = turn.settings.timeout
+    timeout_s = turn.settings.least_timeout
     return sum(
         member.status is Status.RUNNING
         and member.waits_since_s is not None
@@ -90,8 +92,9 @@ def _absent(turn: Turn, member: Member, *, is_waited_for: bool) -> tuple[Cause, 
     if member.progress_s is None:
         return Cause.CONNECTION, "it did not connect in time"
     idle_s = _last_word_s(member) - member.progress_s
+    patience_s = turn.settings.longest_timeout if member.patience_s is None else member.patience_s
     # In a healthy view, whoever waits is held up by others; a suspended one has freed it.
-    if idle_s < turn.settings.timeout or (turn.state.phase is Phase.HEALTHY and member.waits_since_s is not None):
+    if idle_s < patience_s or (turn.state.phase is Phase.HEALTHY and member.waits_since_s is not None):
         return None
     doing = f" ({member.doing})" if member.doing else ""
     return Cause.HANG, f"the others wait for it, and it has shown no progress for {idle_s:.3g} s{doing}"

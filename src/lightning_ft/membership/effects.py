@@ -16,6 +16,7 @@ class Cause(enum.StrEnum):
     HEARTBEAT = "heartbeat"
     HANG = "hang"
     LEAVE = "leave"
+    SLOW = "slow"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -86,6 +86,8 @@ class Heartbeat:
         waits_s: How long it has been waiting for others in the collective that it is in; None if it is in none.
         idle_s: How long it has shown no progress: has entered and finished no collective, and said nothing else.
         doing: What it is doing, for a person: `training_step`, `reduction 12`.
+        patience_s: How long what it does may take; None: `timeout` says it.
+        busy_s: How long it works for a gradient step itself, without waiting for others; None: not known yet.
         sent_s: On the member's own clock, which only itself can read; the answer repeats it.
     """
 
@@ -95,6 +97,8 @@ class Heartbeat:
     waits_s: float | None = None
     idle_s: float = 0.0
     doing: str = ""
+    patience_s: float | None = None
+    busy_s: float | None = None
     sent_s: float = 0.0
 
 

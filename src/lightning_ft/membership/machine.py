@@ -125,7 +125,15 @@ def _on_heartbeat(turn: Turn, event: events.Heartbeat) -> None:
         now_s = turn.clock_s
         waits_since_s = None if event.waits_s is None else now_s - event.waits_s
         progress_s = now_s - event.idle_s
-        turn.put(member, waits_since_s=waits_since_s, progress_s=progress_s, doing=event.doing, **_heard(turn))
+        turn.put(
+            member,
+            waits_since_s=waits_since_s,
+            progress_s=progress_s,
+            doing=event.doing,
+            patience_s=event.patience_s,
+            busy_s=event.busy_s,
+            **_heard(turn),
+        )
         turn.emit(effects.Acknowledge(event.member, event.sent_s))
 
 

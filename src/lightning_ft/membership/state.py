@@ -54,6 +54,10 @@ class Member:
         waits_since_s: On the coordinator's clock, since when it waits in a collective; None: it does not.
         progress_s: On the coordinator's clock, when it last showed progress; None until it said hello.
         doing: As it last said.
+        patience_s: As it last said, how long that may take; None: `timeout`.
+        busy_s: As it last said, how long it works for a step.
+        slow_since_s: On the coordinator's clock, since when it has been slow; None: it is not.
+        is_straggler: It has been slow for long enough to be reported.
     """
 
     member: str
@@ -70,6 +74,10 @@ class Member:
     waits_since_s: float | None = None
     progress_s: float | None = None
     doing: str = ""
+    patience_s: float | None = None
+    busy_s: float | None = None
+    slow_since_s: float | None = None
+    is_straggler: bool = False
 
     def __post_init__(self) -> None:
         assert (self.cause is not None) == (self.status is Status.GONE), "gone if and only if there is a cause"

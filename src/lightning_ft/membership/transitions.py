@@ -67,7 +67,7 @@ def suspend(turn: Turn, member: str, reason: str) -> None:
     # Whoever is waited for has `timeout` from when the first began to wait, which may be now. It is in any case given
     # as long as a silent member, to hear of the suspension and to park.
     first_s = min([turn.clock_s, *_waits_since_s(turn)])
-    deadline_s = max(turn.clock_s + turn.settings.heartbeat_timeout, first_s + turn.settings.timeout)
+    deadline_s = max(turn.clock_s + turn.settings.heartbeat_timeout, first_s + turn.settings.least_timeout)
     turn.change(phase=Phase.SUSPENDED, hang_deadline_s=deadline_s)
     turn.record("view_suspended", member, reason=reason)
     for other in turn.state.view.members:

@@ -327,6 +327,8 @@ _SCHEMAS: tuple[_Schema, ...] = (
             "waits_s": read.read_optional_seconds,
             "idle_s": read.read_seconds,
             "doing": read.read_text,
+            "patience_s": read.read_optional_seconds,
+            "busy_s": read.read_optional_seconds,
             "sent_s": read.read_seconds,
         },
     ),

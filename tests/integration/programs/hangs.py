@@ -1,7 +1,8 @@
 """Members that hang in different ways between two collectives: `hangs.py OUT STEPS [MEMBER=WAY@STEP]...`.
 
 Ways: `loop` (in Python), `lock` (waits for a lock that nobody releases), `gil` (one call into C that never lets go of
-the interpreter), `stop` (SIGSTOP), `busy` (works for long, and says so). Each member appends JSON lines to
+the interpreter), `stop` (SIGSTOP), `busy` (works for long, and says so), `quiet` (in a loop, without a
+word before). Each member appends JSON lines to
 OUT/<node>-<slot>.jsonl.
 """
 
@@ -57,7 +58,14 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-WAYS = {"loop": hang_in_a_loop, "lock": hang_at_a_lock, "gil": hang_with_the_gil, "stop": stop, "busy": be_busy}
+WAYS = {
+    "loop": hang_in_a_loop,
+    "lock": hang_at_a_lock,
+    "gil": hang_with_the_gil,
+    "stop": stop,
+    "busy": be_busy,
+    "quiet": hang_in_a_loop,
+}
 
 
 def main() -> None:
@@ -75,7 +83,8 @@ def main() -> None:
         write(event="start", pid=os.getpid())
         for step in range(int(sys.argv[2])):
             if way and step == int(at):
-                lightning_ft.progress(f"about to {way}")
+                if way != "quiet":
+                    lightning_ft.progress(f"about to {way}")
                 WAYS[way]()
             tensor = torch.ones(1)
             dist.all_reduce(tensor)

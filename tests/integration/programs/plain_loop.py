@@ -1,7 +1,8 @@
 """A hand-written PyTorch loop on backend `ft` that writes down everything a checker needs.
 
     plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static|checkpoint] [--hook fp16|bf16|powersgd]
-                  [--optimizer sgd|adamw] [--accumulate N] [--sync-every N] [--bucket-view] [--stillborn MEMBER]
+                  [--optimizer sgd|adamw] [--accumulate N] [--sync-every N] [--bucket-view] [--slow MEMBER]
+                  [--stillborn MEMBER]
 
 Each member appends JSON lines to OUT/<node>-<slot>.jsonl: for each step who contributed, and the weights' hash after.
 """
@@ -100,6 +101,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sync-every", type=int, default=0)
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--bucket-view", action="store_true")
+    parser.add_argument("--slow", default="", help="member that works longer for a step than the others")
     parser.add_argument("--stillborn", default="", help="member that dies before it joins")
     return parser.parse_args()
 
@@ -148,6 +150,8 @@ def main() -> None:
         for part in range(arguments.accumulate):
             is_last = part == arguments.accumulate - 1
             with contextlib.nullcontext() if is_last else model.no_sync():
+                if member == arguments.slow:
+                    time.sleep(0.05)
                 x, y = batch(member, step, part)
                 logits = model(x, is_side_used(arguments.model, member, step))
                 loss = torch.nn.functional.cross_entropy(logits, y) / arguments.accumulate

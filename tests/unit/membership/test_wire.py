@@ -18,7 +18,7 @@ MESSAGES: list[tuple[Any, tuple[type, ...]]] = [
     (events.Hello("0/1", 3, 2, ADDRESS, 99), wire.FROM_MEMBER),
     (events.Parked("0/1", 3, 2, 7, "connection", admits=True, suspects=("0/0",)), wire.FROM_MEMBER),
     (events.Leaving("0/1", 3, 2, 7), wire.FROM_MEMBER),
-    (events.Heartbeat("0/1", 3, 12, 1.5, 2.5, "reduction 7", 12.5), wire.FROM_MEMBER),
+    (events.Heartbeat("0/1", 3, 12, 1.5, 2.5, "reduction 7", 60.0, 0.25, 12.5), wire.FROM_MEMBER),
     (events.Heartbeat("0/1", 3, 12, None, 0.0, ""), wire.FROM_MEMBER),
     (events.Ready("0/1", 3, ADDRESS, 99), wire.FROM_MEMBER),
     (wire.Report("0/1", 3, "recovered", (("s", 0.5), ("by", ("0/0", 1)), ("x", None), ("ok", True))), wire.FROM_MEMBER),
