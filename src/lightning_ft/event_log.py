@@ -221,6 +221,8 @@ _SENTENCES: dict[str, tuple[int, str]] = {
     "member_stacks": (logging.WARNING, "its threads were here, the innermost call first:\n{stacks}"),
     "member_exited": (logging.DEBUG, "the process has ended: {detail}"),
     "failure_detected": (logging.WARNING, "is lost: {detail}"),
+    "node_silent": (logging.WARNING, "nothing was heard of the agent of node {node} for {late_s} s"),
+    "node_heard": (logging.INFO, "the agent of node {node} is back"),
     "straggler_detected": (
         logging.WARNING,
         "holds all others up: {busy_s} s of work for a step, the median is {median_s} s",

@@ -23,6 +23,7 @@ from lightning_ft.coordinator.accepted import CLOSING_TIME_S, Connection, Refuse
 from lightning_ft.coordinator.channel import AGENT_PATH, MEMBER_PATH
 from lightning_ft.coordinator.ending import Ending, Identity
 from lightning_ft.coordinator.memory import Memory
+from lightning_ft.coordinator.nodes import Nodes
 from lightning_ft.coordinator.probe import wait_until_refused
 from lightning_ft.event_log import DEFAULT_NAME, EventLog, last_line
 from lightning_ft.faultpoints import reach
@@ -97,6 +98,7 @@ class CoordinatorServer:
         self._members: dict[Identity, Connection] = {}
         self._agents: dict[int, Connection] = {}
         self._done: set[int] = set()
+        self._nodes = Nodes(settings.heartbeat_timeout)
         self._kills = {(kill.member, kill.incarnation): kill for kill in snapshot.pending_kills(self._state)}
         self._probes: dict[Identity, asyncio.Task[None]] = {}
         self._refusals: dict[str, str] = {}
@@ -193,10 +195,12 @@ class CoordinatorServer:
             self._attach_agent(connection, hello)
             while (text := await connection.receive()) is not None:
                 message = _decode(text, wire.FROM_AGENT, None)
+                self._hear_agent(node)
                 if isinstance(message, events.Exited):
                     self._on_exited(message, node)
                 elif isinstance(message, wire.AgentDone):
                     self._done.add(node)
+                    self._nodes.forget(node)
                     self._end_if_over()
         except RefusedError as refusal:
             await connection.refuse(str(refusal))
@@ -225,11 +229,20 @@ class CoordinatorServer:
         if old is not None:
             old.replace()
         self._done.discard(hello.node)  # until it says so again
+        self._hear_agent(hello.node)
         connection.send(wire.Welcome(self._settings.heartbeat_interval))
         self._tell_stopped(connection)
         for identity in hello.incarnations:
             if identity in self._kills:
                 connection.send(self._kills[identity])
+
+    def _hear_agent(self, node: int) -> None:
+        if node not in self._done and self._nodes.hear(node, self._state.clock_s(self._clock())):
+            self.record("node_heard", node=node)
+
+    def _report_silent_nodes(self) -> None:
+        for node, late_s in self._nodes.newly_silent(self._state.clock_s(self._clock())).items():
+            self.record("node_silent", node=node, late_s=round(late_s, 3))
 
     def _tell_stopped(self, agent: Connection) -> None:
         if self._state.phase is state.Phase.STOPPED:
@@ -301,6 +314,7 @@ class CoordinatorServer:
         while True:
             await asyncio.sleep(self._pause_s)
             self._apply(events.Tick())
+            self._report_silent_nodes()
             self._end_if_over()
 
     @property
