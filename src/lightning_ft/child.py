@@ -33,7 +33,6 @@ _PR_SET_PDEATHSIG = 1
 _LAST_LOOK_S = 1.0
 
 _started = threading.Lock()
-_stacks_fd: int | None = None
 
 
 def watch_agent() -> bool:
@@ -64,16 +63,14 @@ def watch_agent() -> bool:
 
 def _offer_stacks() -> None:
     """Let the agent see where this process hangs; works without the interpreter, so also while a C call holds it up."""
-    global _stacks_fd  # noqa: PLW0603 - one per process
     text = os.environ.pop(STACKS_FD_VARIABLE, "")
     if text.isdigit():
-        _stacks_fd = int(text)
-        os.set_inheritable(_stacks_fd, False)  # noqa: FBT003  (the standard library's order)
-        faulthandler.register(STACKS_SIGNAL, file=_stacks_fd, all_threads=True)
+        os.set_inheritable(int(text), False)  # noqa: FBT003  (the standard library's order)
+        faulthandler.register(STACKS_SIGNAL, file=int(text), all_threads=True)
 
 
 def end_at_once(message: str) -> NoReturn:
-    """End this process in such a way that none of its threads runs another line of Python, exit handlers included.
+    """End this process in such a way that its threads run no more Python after a few milliseconds; no exit handlers.
 
     The agent, if there is one, has a second to take its stacks and to kill it first. Status 1.
 
@@ -84,8 +81,11 @@ def end_at_once(message: str) -> NoReturn:
 
     libc = ctypes.PyDLL(None)  # its calls keep the interpreter's lock
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # else one would end the sleep below
-    null = os.open(os.devnull, os.O_WRONLY)
-    faulthandler.dump_traceback_later(_LAST_LOOK_S, exit=True, file=null)  # its thread needs no interpreter
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(_LAST_LOOK_S, exit=True, file=null)  # its thread needs no interpreter
+    except (OSError, RuntimeError):  # no descriptor or thread is left
+        os._exit(1)
     line = f"{message}\n".encode(errors="backslashreplace")
     libc.write(2, line, len(line))
     while True:

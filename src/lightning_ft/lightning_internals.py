@@ -2,6 +2,7 @@
 
 Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if it changes):
 `trainer.connectors.data_connector._InfiniteBarrier`, `_TrainingEpochLoop._broadcast_sigterm_tensor`,
+`on_advance_end` and `_skip_next_val`,
 `_SignalConnector._sigterm_notifier_fn`, `_register_signal` and `received_sigterm`,
 `_FitLoop._combined_loader`, `setup_data` and `on_advance_end`,
 `_EvaluationLoop._combined_loader`, `setup_data` and `_on_evaluation_end`, `_PredictionLoop._combined_loader`,
@@ -70,21 +71,25 @@ def rank_zero_rank() -> int | None:
 
 
 def take_stop_signals(
-    trainer: Trainer, on_signal: Callable[[signal.Signals], None], stop_reason: Callable[[], signal.Signals | None]
+    trainer: Trainer,
+    on_signal: Callable[[signal.Signals], None],
+    stop_reason: Callable[[], signal.Signals | None],
+    on_registered: Callable[[], None],
 ) -> None:
     """Take SIGTERM and SIGINT out of Lightning's hands.
 
     For SIGTERM it broadcasts a flag at every batch, and again from within the signal handler, where it meets any other
     collective; SIGINT ends each rank wherever it is. Here the handler only notes the signal; all ranks learn it with a
-    step's commit and stop at the same batch. A second SIGINT is Python's own.
+    step's commit and stop at the end of the same batch, before a validation. A second SIGINT is Python's own.
 
     Args:
         trainer: Before its signal handlers are registered.
         on_signal: Called in the signal handler.
         stop_reason: Which signal this rank got (SIGTERM if none) if the last commit said that somebody got one.
+        on_registered: Called when the handlers are in place, at the start of each fit or evaluation.
     """
-    connector = trainer._signal_connector
-    register = connector.register_signal_handlers
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    register, on_advance_end = connector.register_signal_handlers, loop.on_advance_end
 
     def note(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -95,9 +100,12 @@ def take_stop_signals(
         register()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is the user's
             connector._register_signal(signal.SIGINT, note)
+        on_registered()
 
-    def stop_if_agreed() -> None:
+    def stop_if_agreed(data_fetcher: Any) -> None:
         reason = stop_reason()
+        loop._skip_next_val |= reason is not None
+        on_advance_end(data_fetcher)
         if reason == signal.SIGINT:
             raise KeyboardInterrupt
         if reason is not None:
@@ -106,7 +114,8 @@ def take_stop_signals(
 
     connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
     connector.register_signal_handlers = register_all  # type: ignore[method-assign]
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = stop_if_agreed  # type: ignore[method-assign]
+    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    loop.on_advance_end = stop_if_agreed  # type: ignore[method-assign]
 
 
 class DataRefresher:

@@ -134,7 +134,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._data: lightning_internals.DataRefresher | None = None
         self._is_promoted = False
         self._is_stopping = False
-        self._own_stop_signal = signal.SIGTERM
+        self._own_stop_signal: signal.Signals | None = None
         self._evaluated_by: tuple[str, ...] = ()
 
     # -- who is in it -----------------------------------------------------------------------------------------------
@@ -217,8 +217,11 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             super().setup(trainer)
             return
         self._trainer = trainer
-        self._data = self._data or lightning_internals.DataRefresher(trainer, self._on_dealt, self._on_evaluated)
-        lightning_internals.take_stop_signals(trainer, self._on_stop_signal, self._stop_reason)
+        if self._data is None:
+            self._data = lightning_internals.DataRefresher(trainer, self._on_dealt, self._on_evaluated)
+            lightning_internals.take_stop_signals(
+                trainer, self._on_stop_signal, self._stop_reason, self._catch_up_on_signal
+            )
         promotion.prepare(trainer, self.broadcast)
         self._tell_log_directory(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -316,27 +319,40 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         """Called in the signal handler: in a fit, only note it."""
         if isinstance(self.model, FaultTolerantDDP):
             self.model.is_stop_requested = True
-            self._own_stop_signal = number
+            self._own_stop_signal = self._own_stop_signal or number
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:
             raise SystemExit(128 + number)
 
     def _stop_reason(self) -> signal.Signals | None:
-        return self._own_stop_signal if self._is_stopping else None
+        """Which signal to end with, once all ranks know that they stop."""
+        if not self._is_stopping:
+            return None
+        reason, self._own_stop_signal, self._is_stopping = self._own_stop_signal, None, False
+        return reason or signal.SIGTERM
+
+    def _catch_up_on_signal(self) -> None:
+        """A signal that came after the last step of a fit counts in the next, or ends the evaluation that follows."""
+        self._is_stopping = False
+        if self._own_stop_signal is not None:
+            self._on_stop_signal(self._own_stop_signal)
 
     # -- evaluating -------------------------------------------------------------------------------------------------
 
     @override
     def on_validation_start(self) -> None:
+        progress("the start of a validation")
         reach("evaluation.start")
 
     @override
     def on_test_start(self) -> None:
+        progress("the start of a test")
         reach("evaluation.start")
 
     @override
     def on_predict_start(self) -> None:
+        progress("the start of a prediction")
         reach("evaluation.start")
 
     @override

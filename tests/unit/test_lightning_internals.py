@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import os
+import pathlib
+import signal
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.strategies.launchers import subprocess_script
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
@@ -24,6 +29,8 @@ from lightning_ft import lightning_internals
         (data_connector._InfiniteBarrier, "__exit__", "self.barrier()"),
         (_TrainingEpochLoop, "_broadcast_sigterm_tensor", "raise SIGTERMException"),
         (_TrainingEpochLoop, "advance", "self._broadcast_sigterm_tensor()"),
+        (_TrainingEpochLoop, "run", "self.on_advance_end(data_fetcher)"),
+        (_TrainingEpochLoop, "on_advance_end", "if self._skip_next_val:"),
         (_SignalConnector, "register_signal_handlers", "[self._sigterm_notifier_fn]"),
         (_FitLoop, "setup_data", "self._combined_loader is not None and not self._should_reload_train_dl"),
         (_FitLoop, "on_advance_start", "self.setup_data()"),
@@ -51,8 +58,59 @@ def test_the_trainer_has_what_is_replaced() -> None:
     assert trainer._signal_connector.received_sigterm is False
     assert trainer.fit_loop._combined_loader is None
     assert trainer.fit_loop.epoch_loop.val_loop._combined_loader is None
-    lightning_internals.take_stop_signals(trainer, lambda _: None, lambda: None)
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert trainer.fit_loop.epoch_loop._skip_next_val is False
+
+
+STOP_AT = 3
+
+
+class Stopped(BoringModel):
+    """Gets a signal in one of its batches, and counts what happens after that."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__()
+        self.number = number
+        self.batches = self.validations = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == STOP_AT:
+            os.kill(os.getpid(), self.number)
+        self.batches += 1
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        self.validations += 1
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("num_batches", [STOP_AT + 1, 10], ids=["last", "middle"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_takes_effect_at_the_end_of_the_batch(
+    tmp_path: pathlib.Path, number: signal.Signals, num_batches: int
+) -> None:
+    """With one rank as with many, at the fit's last batch too, and before a validation; handlers are put back."""
+    before = signal.getsignal(number)
+    noted: list[signal.Signals] = []
+    trainer = pl.Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_epochs=1,
+        limit_train_batches=num_batches,
+        val_check_interval=STOP_AT + 1,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    lightning_internals.take_stop_signals(trainer, noted.append, lambda: noted[0] if noted else None, lambda: None)
+    model = Stopped(number)
+    with pytest.raises(SystemExit):
+        trainer.fit(model)
+    assert noted == [number]
+    assert (model.batches, model.validations) == (STOP_AT + 1, 0)
+    assert signal.getsignal(number) in (before, signal.SIG_IGN), "Lightning ignores SIGINT once it has ended a fit"
+    signal.signal(number, before)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import signal
 
 import pytest
+import torch
 
 from lightning_ft import FaultTolerantDDPStrategy
 
@@ -28,3 +30,29 @@ def test_arguments_of_ddp_are_taken() -> None:
 def test_timeout_may_be_a_timedelta() -> None:
     """As for DDPStrategy."""
     assert FaultTolerantDDPStrategy(timeout=datetime.timedelta(minutes=1)).settings.timeout == 60.0
+
+
+def test_a_signal_between_two_runs_counts_in_the_next() -> None:
+    """It came after a fit's last step, so that nobody learned of it; an evaluation ends with it at once."""
+    strategy = FaultTolerantDDPStrategy()
+    strategy.model = torch.nn.Linear(1, 1)
+    strategy._catch_up_on_signal()
+    strategy._own_stop_signal = signal.SIGTERM
+    with pytest.raises(SystemExit) as ended:
+        strategy._catch_up_on_signal()
+    assert ended.value.code == 143
+    strategy._own_stop_signal = signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        strategy._catch_up_on_signal()
+
+
+def test_a_stop_is_taken_once() -> None:
+    """The next fit of the same trainer trains."""
+    strategy = FaultTolerantDDPStrategy()
+    assert strategy._stop_reason() is None
+    strategy._is_stopping = True
+    assert strategy._stop_reason() == signal.SIGTERM
+    assert strategy._stop_reason() is None
+    strategy._is_stopping, strategy._own_stop_signal = True, signal.SIGINT
+    assert strategy._stop_reason() == signal.SIGINT
+    assert strategy._own_stop_signal is None

@@ -31,6 +31,7 @@ from lightning_ft.membership.ids import from_ranges
 _NEEDED = ("COORDINATOR", "TOKEN", "MEMBER", "EXPECTED")
 
 _ring: Ring | None = None
+_pid = 0
 
 
 def progress(doing: str) -> None:
@@ -48,13 +49,13 @@ def progress(doing: str) -> None:
 
 def confirm_membership(*, waits_for_coordinator: bool = True) -> None:
     """As `Ring.confirm_membership`; without a ring, there is nobody to be given up by."""
-    if _ring is not None:
+    if _ring is not None and os.getpid() == _pid:  # a fork is no member
         _ring.confirm_membership(waits_for_coordinator=waits_for_coordinator)
 
 
 def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     """Make WORLD (no ranks given) or a sub-group; torch calls it from init_process_group and new_group."""
-    global _ring  # noqa: PLW0603 - one ring per process, as there is one WORLD
+    global _ring, _pid
     if options.global_ranks_in_group:
         assert _ring is not None
         sequence = _ring.add_group(str(options.group_id), tuple(options.global_ranks_in_group))
@@ -81,7 +82,7 @@ def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
         settings=settings,
     )
     ForkGuard(lambda: [found for found in open_sockets() if found.number == client.fileno()])
-    _ring = Ring(client, transport, member, settings)
+    _ring, _pid = Ring(client, transport, member, settings), os.getpid()
     _ring.on_renumbered.append(_update_rank_table)
     _ring.start()
     atexit.register(_leave_at_exit, _ring, os.getpid())

@@ -176,6 +176,7 @@ class GlooTransport:
         self._base_sockets = open_sockets() - before
         self._groups: list[InnerGroup] = []
         self._builds: list[Build] = []
+        self._lock = threading.Lock()
         self._fork_guard = ForkGuard(self._own_sockets)
 
     def _own_sockets(self) -> Iterable[Descriptor]:
@@ -205,7 +206,8 @@ class GlooTransport:
         build = Build(
             prefix, lambda build: self._open_group(prefix, rank, size, meeting, build), self._groups.append, self.free
         )
-        self._builds = [*(earlier for earlier in self._builds if earlier.is_running), build]
+        with self._lock:
+            self._builds = [*(earlier for earlier in self._builds if earlier.is_running), build]
         return build
 
     def close(self) -> None:
@@ -231,7 +233,8 @@ class GlooTransport:
         abort the process.
         """
         inner.sever()
-        self._builds = [build for build in self._builds if not build.has_made(inner)]
+        with self._lock:  # a cancelled build frees its own group
+            self._builds = [build for build in self._builds if not build.has_made(inner)]
         with contextlib.suppress(ValueError):  # was never handed out
             self._groups.remove(inner)
         with contextlib.suppress(RuntimeError):
@@ -313,22 +316,25 @@ class Build:
             RingBrokenError: A member is gone, or the build was cancelled.
         """
         self._thread.start()
-        while not self._wake.wait(PATIENCE_S + len(self.peers) * _CONNECT_TIME.total_seconds()):
+        silent: tuple[int, ...] = ()
+        while not silent and not self._wake.wait(PATIENCE_S + len(self.peers) * _CONNECT_TIME.total_seconds()):
             # Gloo waits for a host that does not answer for as long as the kernel sends again, minutes (torch 2.13).
-            if silent := unreachable(self.peers, self._wake.is_set):
-                self.cancel()
-                raise RingBrokenError(f"building {self._prefix} failed: no answer from ranks {silent}", silent)
+            silent = unreachable(self.peers, self._wake.is_set)
         with self._lock:
-            inner, is_cancelled = self._inner, self._is_cancelled
-            if is_cancelled:
-                self._inner = None
-        if inner is not None and not is_cancelled:
-            return inner
+            inner, error, is_cancelled = self._inner, self._error, self._is_cancelled
+            if inner is not None and not is_cancelled:
+                return inner
+            self._inner = None
+            self._is_cancelled = True  # what is made from here on is nobody's
+        self.cancel()
         if inner is not None:
             self._drop(inner)
-        reason = "the view was suspended" if self._error is None else str(self._error)
-        suspects = self._error.suspects if isinstance(self._error, RingBrokenError) and not is_cancelled else ()
-        raise RingBrokenError(f"building {self._prefix} failed: {reason}", suspects) from self._error
+        if is_cancelled:
+            raise RingBrokenError(f"building {self._prefix} failed: the view was suspended")
+        if error is None:
+            raise RingBrokenError(f"building {self._prefix} failed: no answer from ranks {silent}", silent)
+        suspects = error.suspects if isinstance(error, RingBrokenError) else ()
+        raise RingBrokenError(f"building {self._prefix} failed: {error}", suspects) from error
 
     def has_made(self, inner: InnerGroup) -> bool:
         """Whether this build's result is `inner`."""

@@ -218,12 +218,16 @@ class FaultTolerantProcessGroup(_Base):  # type: ignore[misc]
             MembershipChangedError: The view is broken, or rank `dst` is another member in the next one.
         """
         place = self._point_to_point("send", dst)
-        return PointToPointWork(place.send(tensors, dst, tag), lambda: self._changing_error("send", dst))
+        return PointToPointWork(
+            place.send(tensors, dst, tag), self.ring.activity, lambda: self._changing_error("send", dst)
+        )
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
         """Receive from one member; as `send`."""
         place = self._point_to_point("recv", src)
-        return PointToPointWork(place.recv(tensors, src, tag), lambda: self._changing_error("recv", src))
+        return PointToPointWork(
+            place.recv(tensors, src, tag), self.ring.activity, lambda: self._changing_error("recv", src)
+        )
 
     def _point_to_point(self, what: str, peer: int) -> Any:
         place, view = self.sequence.place, self.ring.view

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from lightning_ft.child import end_at_once
 from lightning_ft.comm.gloo import CallerError, GlooTransport, RingBrokenError
@@ -227,10 +227,13 @@ class Ring:
         Raises:
             FaultToleranceError: It is none, or can't find out.
         """
-        if waits_for_coordinator:
-            self._client.confirm()
-        else:
-            self._client.confirm_if_in_doubt()
+        if self._is_closed:
+            return
+        with self._silent_if_lost():
+            if waits_for_coordinator:
+                self._client.confirm()
+            else:
+                self._client.confirm_if_in_doubt()
 
     def report(self, event: str, **fields: object) -> None:
         """Put a line into the job's event log."""
@@ -259,23 +262,25 @@ class Ring:
     def _finish(self, sequence: CollectiveSequence, operation: Operation) -> None:
         while not operation.is_final:
             if sequence.works is None:
-                self._recover_from(operation, RingBrokenError("it could not be started"))
-                continue
-            failure = self._try_to_finish(sequence)
-            if failure is None:
+                self._recover_from_break()
+            elif self._try_to_finish(sequence, operation):
                 self._finalized(sequence, operation)
                 reach(f"{operation.name}.done")
             else:  # not within an except clause: what recovering raises has nothing to do with how the group broke
-                self._recover_from(operation, failure)
+                self._recover_from_break()
 
-    @staticmethod
-    def _try_to_finish(sequence: CollectiveSequence) -> Exception | None:
+    def _try_to_finish(self, sequence: CollectiveSequence, operation: Operation) -> bool:
+        """Returns: Whether it is final. Not the error: that refers to this frame, and this to the caller's.
+
+        In a variable of the caller it would keep all frames, and the gradients in them, until the garbage is collected.
+        """
         try:
             sequence.finish()
         except _BROKEN as error:
             sequence.note_failure(error)
-            return error
-        return None
+            _log.debug("[%s g%d] %s broke: %s", self.member, self.view.generation, operation.name, error)
+            return False
+        return True
 
     def _complete(self, sequence: CollectiveSequence, operation: Operation) -> None:
         if not operation.is_final:
@@ -310,8 +315,7 @@ class Ring:
 
     # -- recovering -------------------------------------------------------------------------------------------------
 
-    def _recover_from(self, operation: Operation, error: Exception) -> None:
-        _log.debug("[%s g%d] %s broke: %s", self.member, self.view.generation, operation.name, error)
+    def _recover_from_break(self) -> None:
         if self.view.is_severed:
             self._recover("suspended")
         else:
@@ -343,8 +347,13 @@ class Ring:
             return
 
     def _park(self, reason: str, suspects: tuple[str, ...]) -> NextView:
-        try:
+        with self._silent_if_lost():
             return self._client.park(self.world.completed, reason, suspects=suspects)
+
+    @contextlib.contextmanager
+    def _silent_if_lost(self) -> Iterator[None]:
+        try:
+            yield
         except FaultToleranceError:
             for callback in self.on_lost:
                 callback()
@@ -375,6 +384,7 @@ class Ring:
 
     def _establish(self, view: LiveView, recovery: Recovery) -> None:
         reach("recover.build")
+        self._suspects = ()
         started_s = time.monotonic()
         place = self._place(self.world, view, view.members)
         built_s = time.monotonic()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning_ft.comm.operations import Operation
 from lightning_ft.comm.ring import Ring
 from lightning_ft.comm.sequence import CollectiveSequence
+from lightning_ft.coordinator.activity import Activity
 from lightning_ft.errors import MembershipChangedError
 
 
@@ -53,9 +54,10 @@ class PendingWork(dist.Work):
 class PointToPointWork(dist.Work):
     """A message on its way; not repeated if it breaks."""
 
-    def __init__(self, work: dist.Work, make_error: Callable[[], MembershipChangedError]) -> None:
+    def __init__(self, work: dist.Work, activity: Activity, make_error: Callable[[], MembershipChangedError]) -> None:
         super().__init__()
         self._work = work
+        self._activity = activity
         self._make_error = make_error
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
@@ -64,10 +66,13 @@ class PointToPointWork(dist.Work):
         Raises:
             MembershipChangedError: The connection broke first.
         """
+        self._activity.wait("a message")
         try:
             return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
         except RuntimeError as error:
             raise self._make_error() from error
+        finally:
+            self._activity.go_on()
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""

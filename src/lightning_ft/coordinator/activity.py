@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from lightning_ft.coordinator.patience import Patience
+from lightning_ft.coordinator.patience import AFTER, Patience
 
 _MAX_TEXT = 200
 
@@ -52,6 +52,7 @@ class Activity:
         """Say that the wait is over."""
         self._count_wait()
         self._waits_since_s = None
+        self._doing = f"{AFTER}{self._doing}"
 
     def start_anew(self) -> None:
         """Say that what was waited for so far does not count any more: there is another view."""
@@ -71,11 +72,11 @@ class Activity:
 
     def told(self) -> tuple[float | None, float, str, float | None, float | None]:
         """Return the fields of a heartbeat from `waits_s` on."""
-        now_s, waits_since_s, doing, busy_s = self._clock(), self._waits_since_s, self._doing, self._busy_s
-        patience = self._patience
+        waits_since_s, progress_s, doing, busy_s = self._waits_since_s, self._progress_s, self._doing, self._busy_s
+        now_s, patience = self._clock(), self._patience  # the clock last: no duration is negative
         return (
             None if waits_since_s is None else now_s - waits_since_s,
-            now_s - self._progress_s,
+            now_s - progress_s,
             _plain(doing),
             None if patience is None else patience.limit_s(None if waits_since_s is not None else doing),
             statistics.median(busy_s) if len(busy_s) >= _MIN_STEPS else None,

@@ -187,12 +187,11 @@ class MembershipClient:
         Raises:
             FaultToleranceError: It is none any more, or can't find out; as `park`.
         """
-        if self._lease.is_valid:
-            return
         with self._changed:
+            self._raise_if_over()
             while not self._lease.is_valid:
-                self._raise_if_over()
                 self._wait_for_change(self._settings.longest_timeout)
+                self._raise_if_over()
 
     def confirm_if_in_doubt(self) -> None:
         """The same, but only if this process itself was away: for what may not wait for the coordinator."""

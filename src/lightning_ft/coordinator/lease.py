@@ -10,6 +10,11 @@ import time
 from collections.abc import Callable
 
 
+def _clock() -> float:
+    """Monotonic seconds that go on while the host sleeps, where there are such (Linux)."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
 class Lease:
     """The coordinator gives up nobody for silence within `duration_s` of a heartbeat that it has answered.
 
@@ -20,7 +25,7 @@ class Lease:
     Threads: the monitor thread calls `beat` and `renew`, any thread reads; no lock, since each value is whole.
     """
 
-    def __init__(self, duration_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, duration_s: float, clock: Callable[[], float] = _clock) -> None:
         self._duration_s = duration_s
         self._clock = clock
         self._renewed_s = -math.inf

@@ -8,6 +8,9 @@ FACTOR = 10
 MIN_SEEN = 10
 """How often an activity must have been seen before that is believed."""
 
+AFTER = "after "
+"""What an activity's name begins with that may be anything: what follows a collective, or a part of a step."""
+
 _MAX_KINDS = 256
 
 _WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
@@ -31,6 +34,8 @@ class Patience:
     def learn(self, doing: str, took_s: float) -> None:
         """Note that an activity took so long."""
         kind = _kind(doing)
+        if kind.startswith(AFTER):
+            return
         count, longest_s = self._seen.get(kind, (0, 0.0))
         if count or len(self._seen) < _MAX_KINDS:
             self._seen[kind] = (count + 1, max(longest_s, took_s))

@@ -15,7 +15,7 @@ def judge(turn: Turn, _: events.Tick) -> None:
     _account_for_starvation(turn)
     if turn.state.phase is Phase.STOPPED:
         return
-    num_waiting = _num_waiting(turn)
+    num_waiting = _num_waiting(turn, turn.settings.least_timeout)
     overdue, doubtful = _look_at_all(turn, is_waited_for=num_waiting > 0)
     for name in in_order(overdue):
         gone(turn, turn.state.members[name], *overdue[name], is_proven=False)
@@ -24,9 +24,9 @@ def judge(turn: Turn, _: events.Tick) -> None:
         member = turn.state.members[name]
         if member.address is not None and member.incarnation is not None:
             turn.emit(effects.Probe(name, member.incarnation, member.address))
-    if turn.state.phase is Phase.HEALTHY and num_waiting == turn.state.tally.running:
-        first = turn.state.view.members[0]
-        suspend(turn, first, f"all members have waited for {turn.settings.least_timeout:g} s in a collective")
+    longest_s = turn.settings.longest_timeout  # a learned one may be shorter than what a large transfer takes
+    if turn.state.phase is Phase.HEALTHY and _num_waiting(turn, longest_s) == turn.state.tally.running:
+        suspend(turn, turn.state.view.members[0], f"all members have waited for {longest_s:g} s in a collective")
     judge_stragglers(turn)
     _drop_silent_joiners(turn)
     conclude(turn)
@@ -57,11 +57,10 @@ def _account_for_starvation(turn: Turn) -> None:
     turn.change(last_tick_s=turn.now_s, skipped_s=skipped_s)
 
 
-def _num_waiting(turn: Turn) -> int:
-    """How many members have waited for `timeout`. In a suspended view all do, once there was time to hear of it."""
+def _num_waiting(turn: Turn, timeout_s: float) -> int:
+    """How many members have waited for so long. In a suspended view all have, once there was time to hear of it."""
     if turn.state.phase is Phase.SUSPENDED:
         return turn.state.tally.running if turn.clock_s >= (turn.state.hang_deadline_s or 0.0) else 0
-    timeout_s = turn.settings.least_timeout
     return sum(
         member.status is Status.RUNNING
         and member.waits_since_s is not None

@@ -132,6 +132,7 @@ def _on_heartbeat(turn: Turn, event: events.Heartbeat) -> None:
             doing=event.doing,
             patience_s=event.patience_s,
             busy_s=event.busy_s,
+            step=event.step,
             **_heard(turn),
         )
         turn.emit(effects.Acknowledge(event.member, event.sent_s))

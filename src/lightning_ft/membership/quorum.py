@@ -41,6 +41,13 @@ def quorum(state: State, now_s: float, settings: Settings) -> tuple[tuple[str, .
     return members, reason
 
 
+def may_lose_one(state: State, settings: Settings) -> bool:
+    """Whether a healthy view's members may go on with one fewer."""
+    present = state.tally.running + state.tally.leaving + state.tally.released - 1
+    limit = settings.max_failures
+    return present >= settings.min_world_size and (limit is None or state.target - present <= limit)
+
+
 def _leavers_are_needed(state: State) -> bool:
     """Whether a leaver finished a number that a parked member did not."""
     if not state.tally.leaving:

@@ -56,7 +56,8 @@ class Member:
         doing: As it last said.
         patience_s: As it last said, how long that may take; None: `timeout`.
         busy_s: As it last said, how long it works for a step.
-        slow_since_s: On the coordinator's clock, since when it has been slow; None: it is not.
+        step: As it last said, how many gradient steps it has done.
+        slow_since: Since when it has been slow, on the coordinator's clock and in steps; None: it is not.
         is_straggler: It has been slow for long enough to be reported.
     """
 
@@ -76,7 +77,8 @@ class Member:
     doing: str = ""
     patience_s: float | None = None
     busy_s: float | None = None
-    slow_since_s: float | None = None
+    step: int = 0
+    slow_since: tuple[float, int] | None = None
     is_straggler: bool = False
 
     def __post_init__(self) -> None:

@@ -122,6 +122,7 @@ def conclude(turn: Turn) -> None:
     if not tally.parked:
         stop(turn, ALL_LEFT if tally.leaving or tally.released else "no member is left that could go on")
         return
+    _forgive_links(turn)
     while (verdict := accused(_live_link_failures(turn), turn.settings.max_link_failures)) is not None:
         guilty, other, count = verdict
         detail = f"its link to {other} failed {count} times in {WINDOW_S:g} s"
@@ -142,8 +143,16 @@ def conclude(turn: Turn) -> None:
         stop(turn, reason)
 
 
+def _forgive_links(turn: Turn) -> None:
+    """In a view that lost a member nothing else is known: whoever noticed it first has cut its links to all others."""
+    if turn.state.tally.gone:
+        generation = turn.state.generation
+        known = turn.state.link_failures
+        turn.change(link_failures=tuple(failure for failure in known if failure.generation != generation))
+
+
 def _live_link_failures(turn: Turn) -> list[LinkFailure]:
-    """Those between members that are parked: a link to one that is gone is no other fault."""
+    """Those between members that are parked."""
     members = turn.state.members
     return [
         failure
@@ -211,6 +220,8 @@ def _survivor(member: Member, generation: int, now_s: float) -> Member:
         admits=False,
         waits_since_s=None,
         progress_s=now_s,
+        slow_since=None,
+        is_straggler=False,
     )
 
 

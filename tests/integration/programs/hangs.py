@@ -82,6 +82,7 @@ def main() -> None:
 
         write(event="start", pid=os.getpid())
         for step in range(int(sys.argv[2])):
+            lightning_ft.progress(f"step {step}")
             if way and step == int(at):
                 if way != "quiet":
                     lightning_ft.progress(f"about to {way}")

@@ -106,6 +106,36 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def holders(kept: object, depth: int) -> list[str]:
+    """Say what keeps an object that should be gone, for a person."""
+    told: list[str] = []
+    level = [kept]
+    for number in range(depth):
+        following = []
+        for found in level:
+            for holder in gc.get_referrers(found):
+                if holder is level or holder is following or holder is sys._getframe():
+                    continue
+                following.append(holder)
+                what = f"{holder.f_code.co_qualname}:{holder.f_lineno}" if hasattr(holder, "f_code") else repr(holder)
+                told.append(f"{number} {type(holder).__name__} {what[:150]}")
+        level = following[:20]
+    return told or ["nothing that the collector knows"]
+
+
+def register_hook(model: lightning_ft.FaultTolerantDDP, name: str) -> None:
+    """Give a model the communication hook of that name, if there is one."""
+    if name in ("fp16", "bf16"):
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        model.register_comm_hook(None, getattr(default_hooks, f"{name}_compress_hook"))
+    elif name == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
 def main() -> None:
     """Run the loop."""
     arguments = _arguments()
@@ -131,15 +161,7 @@ def main() -> None:
         gradient_as_bucket_view=arguments.bucket_view,
         bucket_cap_mb=0.01,
     )
-    if arguments.hook in ("fp16", "bf16"):
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        model.register_comm_hook(None, getattr(default_hooks, f"{arguments.hook}_compress_hook"))
-    elif arguments.hook == "powersgd":
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    register_hook(model, arguments.hook)
     optimizer = make_optimizer(arguments.optimizer, model.parameters())
     commits: list[lightning_ft.StepCommit] = []
     model.on_commit = commits.append
@@ -167,8 +189,9 @@ def main() -> None:
             write(event="all_reduce", step=step, value=total.item(), world_size=dist.get_world_size())
             dist.barrier()
     torch.save(net.state_dict(), arguments.out / f"{member.replace(chr(47), chr(45))}.pt")
-    num_reductions = sum(isinstance(found, GradientReduction) for found in gc.get_objects())
-    write(event="end", hash=weights_hash(net), num_reductions=num_reductions)
+    reductions = [found for found in gc.get_objects() if isinstance(found, GradientReduction)]
+    held = holders(reductions.pop(), depth=14) if len(reductions) == 1 else []
+    write(event="end", hash=weights_hash(net), num_reductions=len(held) or len(reductions), held=held)
 
 
 if __name__ == "__main__":

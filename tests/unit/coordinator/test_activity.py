@@ -34,7 +34,7 @@ def test_waits_and_idleness() -> None:
     activity.start_anew()
     assert activity.told()[0] == 0.0
     activity.go_on()
-    assert activity.told()[:2] == (None, 0.0)
+    assert activity.told()[:3] == (None, 0.0, "after commit 4")
 
 
 def test_own_work_of_a_step() -> None:
@@ -73,3 +73,6 @@ def test_patience_of_what_it_does() -> None:
     assert activity.told()[3] == 90.0
     activity.progress("a validation")
     assert activity.told()[3] == 1800.0
+    activity.wait("reduction")
+    activity.go_on()
+    assert activity.told()[3] == 1800.0, "what comes now may be anything, however often that was short"

@@ -80,6 +80,17 @@ def test_a_dead_end_is_no_bad_link() -> None:
     assert job.state.view.members == (B, C)
 
 
+def test_links_of_those_who_heard_of_a_death_first_are_not_to_blame() -> None:
+    """A notices that C died and severs; to B it looks as if its link to A had broken, and B is heard first."""
+    job = Job.running(A, B, C)
+    job.park(B, 5, suspects=(A, C))
+    job.park(A, 5)
+    job.exited(C)
+    assert job.state.view.members == (A, B)
+    assert not job.state.link_failures
+    assert not job.records("link_failed")
+
+
 def test_suspects_that_nobody_knows_are_ignored() -> None:
     """As is a member that reports itself."""
     job = Job.running(A, B)

@@ -12,15 +12,18 @@ from lightning_ft.membership import effects, events
 from lightning_ft.membership.state import Phase, Status
 
 A, B, C, D = "0/0", "0/1", "1/0", "1/1"
+STEPS = 10
+"""In each interval."""
 
 
-def work(job: Job, seconds: float, busy_s: dict[str, float | None]) -> None:
+def work(job: Job, seconds: float, busy_s: dict[str, float | None], *, is_moving: bool = True) -> None:
     """Let time pass while members say how long they work for a step; `effects` are those of all this time."""
     seen: list[effects.Effect] = []
     for _ in range(round(seconds / INTERVAL_S)):
         job.now_s += INTERVAL_S
         for member, value in busy_s.items():
-            job.feed(events.Heartbeat(member, 1, busy_s=value))
+            step = job.state.members[member].step + (STEPS if is_moving else 0)
+            job.feed(events.Heartbeat(member, 1, step, busy_s=value))
         seen += job.feed(events.Tick())
     job.effects = tuple(seen)
 
@@ -50,9 +53,46 @@ def test_short_slowness_is_no_matter() -> None:
         work(job, INTERVAL_S, {A: 0.1, B: 0.1, C: 0.1})
 
 
-@pytest.mark.parametrize("busy_s", [{A: 0.1, B: 9.0, C: None, D: None}, {A: 0.0, B: 0.0, C: 0.0, D: 0.0}])
+def test_time_without_steps_does_not_count() -> None:
+    """A member that was slow for its last steps, before a validation, may be as fast as the others after it."""
+    job = Job.running(A, B, C)
+    work(job, INTERVAL_S, {A: 0.1, B: 0.5, C: 0.1})
+    work(job, 3 * SILENCE_S, {A: 0.1, B: 0.5, C: 0.1}, is_moving=False)
+    work(job, INTERVAL_S, {A: 0.1, B: 0.5, C: 0.1})
+    assert not job.of(effects.Record)
+
+
+def test_slowness_in_another_view_does_not_count() -> None:
+    """What held the step up may have been what broke the view."""
+    job = Job.running(A, B, C, D)
+    work(job, SILENCE_S, {A: 0.1, B: 0.5, C: 0.1, D: 0.1})
+    job.exited(D)
+    for member in (A, B, C):
+        job.park(member, 5)
+    work(job, SILENCE_S - INTERVAL_S, {A: 0.1, B: 0.5, C: 0.1})
+    assert not job.of(effects.Record)
+
+
+def test_straggler_is_kept_if_the_job_needs_it() -> None:
+    """Slow is better than not at all."""
+    for limits in ({"min_world_size": 3}, {"max_failures": 0}):
+        job = Job.running(A, B, C)
+        job.settings = dataclasses.replace(job.settings, evict_stragglers=True, **limits)
+        work(job, 3 * SILENCE_S, {A: 0.1, B: 0.5, C: 0.1})
+        assert job.records("straggler_detected")
+        assert job.state.phase is Phase.HEALTHY
+
+
+@pytest.mark.parametrize(
+    "busy_s",
+    [
+        {A: 0.1, B: 9.0, C: None, D: None},
+        {A: 0.0, B: 0.0, C: 0.0, D: 0.0},
+        {A: 0.002, B: 0.02, C: 0.002, D: 0.002},
+    ],
+)
 def test_too_little_is_known(busy_s: dict[str, float | None]) -> None:
-    """Of two nobody can say which is slow; and nothing is three times nothing."""
+    """Of two nobody can say which is slow; and little is no trouble."""
     job = Job.running(A, B, C, D)
     work(job, 3 * SILENCE_S, busy_s)
     assert not job.of(effects.Record)
@@ -88,3 +128,18 @@ def test_learned_patience_replaces_the_timeout() -> None:
     assert (failure["member"], failure["cause"]) == (B, "hang")
     assert job.now_s - start_s == pytest.approx(patience_s, abs=INTERVAL_S)
     assert job.settings.longest_timeout > patience_s > TIMEOUT_S
+
+
+def test_a_large_transfer_is_given_the_longest() -> None:
+    """All wait in it; that is no hang before 1800 s, whatever was learned."""
+    job = Job.running(A, B)
+    job.settings = Settings(heartbeat_interval=INTERVAL_S, heartbeat_timeout=SILENCE_S, timeout="auto")
+    start_s = job.now_s
+    while job.state.phase is Phase.HEALTHY:
+        job.now_s += INTERVAL_S
+        waits_s = job.now_s - start_s
+        for member in (A, B):
+            job.feed(events.Heartbeat(member, 1, 0, waits_s, waits_s, "a broadcast", job.settings.least_timeout))
+        job.feed(events.Tick())
+    assert job.now_s - start_s >= job.settings.longest_timeout
+    assert job.state.tally.gone == 0
