@@ -17,7 +17,10 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI", "").lower() not in
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test that does not say in a docstring which behaviour it shows."""
+    """Keep real jobs from running beside one another; refuse a test that does not say in a docstring what it shows."""
+    for item in items:
+        if "integration" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group("jobs"))  # they leave half of two cores to all other tests
     silent = sorted(
         {
             item.nodeid.partition("[")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import os
@@ -64,10 +65,12 @@ def log_rows(job: jobs.Job, case: str = "adamw") -> list[dict[str, str]]:
 def test_without_failure_it_is_bitwise_ddp(tmp_path: pathlib.Path, devices: int) -> None:
     """Same seed, same number of ranks: the same final weights, bit for bit, as Lightning's own ddp on Gloo."""
     cases = [text for case in CASES for text in ("--case", case)]
-    for strategy in ("ddp", "ft_ddp"):
-        out = tmp_path / strategy
-        program = ["lightning_fit.py", "--strategy", strategy, "--devices", str(devices), *cases]
-        with jobs.running_script(out, program) as job:
+    with contextlib.ExitStack() as both:  # side by side: each leaves a core idle while it starts
+        started = []
+        for strategy in ("ddp", "ft_ddp"):
+            program = ["lightning_fit.py", "--strategy", strategy, "--devices", str(devices), *cases]
+            started.append(both.enter_context(jobs.running_script(tmp_path / strategy, program)))
+        for job in started:
             assert job.finish(120) == 0, job.output()
     for case in CASES:
         expected, got = (torch.load(tmp_path / strategy / f"{case}.pt") for strategy in ("ddp", "ft_ddp"))
@@ -199,23 +202,16 @@ def test_kill_with_other_kinds_of_fit(tmp_path: pathlib.Path) -> None:
 
 
 def test_too_few_are_left(tmp_path: pathlib.Path) -> None:
-    """The error that reaches fit ends the job on all ranks, with its traceback and what to do."""
-    faults = {"LIGHTNING_FT_FAIL_AT": "0/0=reduction.issued@5", "LIGHTNING_FT_MIN_WORLD_SIZE": "3"}
-    with jobs.running_script(tmp_path, ["lightning_fit.py", "--devices", "3"], faults) as job:
-        assert job.finish() == 1, job.output()
-        output = (job.out / "output.txt").read_text()
-        assert output.count("Traceback (most recent call last)") >= 2, output
-        assert "QuorumLostError" in output
-        assert "in training_step" in output or "in optimizer_step" in output
-
-
-def test_max_failures(tmp_path: pathlib.Path) -> None:
-    """The job goes on after as many failures as are allowed, and ends with the next one."""
+    """The job goes on after as many failures as are allowed; the next one reaches fit as an error that says why."""
     faults = "0/0=reduction.wait@5; 0/1=reduction.wait@15"
     environment = {"LIGHTNING_FT_FAIL_AT": faults, "LIGHTNING_FT_MAX_FAILURES": "1"}
     with jobs.running_script(tmp_path, ["lightning_fit.py", "--devices", "3"], environment) as job:
         assert job.finish() == 1, job.output()
-        assert "QuorumLostError" in (job.out / "output.txt").read_text()
+        output = (job.out / "output.txt").read_text()
+        assert (
+            "QuorumLostError: the coordinator stopped the job: 2 of 3 members are missing, max_failures is 1" in output
+        )
+        assert "in training_step" in output or "in optimizer_step" in output
         assert [line["step"] for line in job.records("0/2") if line["event"] == "batch"][-1] == 14, job.output()
 
 
