@@ -42,7 +42,7 @@ _CONNECT_TIME = datetime.timedelta(seconds=0.05)
 _FOREVER = datetime.timedelta(days=365)
 
 _GRACE_S = 5.0
-"""After so long a severed group's work is lost: others fail within milliseconds."""
+"""After so long, or half the silence that is allowed, a severed group's work is lost: others fail in milliseconds."""
 
 
 class RingBrokenError(Exception):
@@ -85,8 +85,10 @@ class InnerGroup:
         store: dist.Store,
         sockets: Iterable[Descriptor],
         outgoing: Sequence[tuple[Descriptor, int]],
+        grace_s: float = _GRACE_S,
     ) -> None:
         self.group = group
+        self._grace_s = grace_s
         self._store = store  # the group's own rendezvous object must outlive it
         self.sockets = tuple(sockets)
         self._outgoing = tuple(outgoing)
@@ -126,7 +128,7 @@ class InnerGroup:
                     return
             else:
                 return
-            if self._severed_s is not None and time.monotonic() - self._severed_s > _GRACE_S:
+            if self._severed_s is not None and time.monotonic() - self._severed_s > self._grace_s:
                 if not self._is_stuck:
                     self._is_stuck = True
                     # Its destructor would wait for the work. Never freed, not even at the interpreter's end.
@@ -138,7 +140,7 @@ class InnerGroup:
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
         while not done.wait(_LOOK.total_seconds()):
-            if self._severed_s is not None and time.monotonic() - self._severed_s > _GRACE_S:
+            if self._severed_s is not None and time.monotonic() - self._severed_s > self._grace_s:
                 raise RingBrokenError("Gloo lost a message when the group was severed")
         return future.wait()
 
@@ -269,7 +271,8 @@ class GlooTransport:
         group_ports = [peer.group_port for peer in peers]
         opened = tuple(_ring_sockets(open_sockets() - before, self._listener_port, group_ports))
         tune(opened, self._timeout.total_seconds())
-        return InnerGroup(group, store, {*opened, *build.sockets}, _outgoing(opened, peers))
+        grace_s = min(_GRACE_S, self._timeout.total_seconds() / 2)
+        return InnerGroup(group, store, {*opened, *build.sockets}, _outgoing(opened, peers), grace_s)
 
 
 class Build:

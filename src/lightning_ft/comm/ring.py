@@ -371,6 +371,7 @@ class Ring:
         """Sever the view and wait until nothing of it runs any more, since it writes into the callers' tensors."""
         if self._view is None:
             return
+        self.activity.progress(f"leaving generation {self._view.generation}")
         self._view.sever()
         for sequence in (self.world, *self._groups):
             place, sequence.place = sequence.place, None

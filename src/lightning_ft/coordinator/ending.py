@@ -15,7 +15,7 @@ class Ending:
 
     Attributes:
         exits: Every process that ended, in order, as its agent said.
-        released: The members that were let go after their last collective.
+        released: The members that were in the job to its end.
 
     Threads: the event loop's.
     """
@@ -42,7 +42,8 @@ def job_status(exits: Sequence[events.Exited], released: Iterable[Identity]) -> 
 
     Args:
         exits: How its processes ended, in order of time.
-        released: The members that the coordinator let go after their last collective.
+        released: The members that were let go when all were leaving. Whoever left before, with the others going on, is
+            no reason to call the job failed.
 
     Returns: 0 if a released member succeeded and none failed; else the last failure's status, 128 + n for signal n.
     """

@@ -332,7 +332,7 @@ class CoordinatorServer:
             logger.exception("the coordinator dropped %s", event)
             return
         for effect in todo:
-            if isinstance(effect, effects.Release):
+            if isinstance(effect, effects.Release) and self._state.phase is state.Phase.STOPPED:
                 self._ending.released.add((effect.member, self._incarnation(effect.member, event)))
         lines = [self._line(effect) for effect in todo if isinstance(effect, effects.Record)]
         if snapshot.is_decision(before, self._state):
