@@ -65,7 +65,8 @@ class Activity:
         now_s = self._clock()
         waited_s = self._waited_s + (0.0 if self._waits_since_s is None else now_s - self._waits_since_s)
         if self._step_s is not None:
-            self._busy_s = (*self._busy_s[-_NUM_STEPS + 1 :], now_s - self._step_s - waited_s)
+            busy_s = max(0.0, now_s - self._step_s - waited_s)  # which rounding can make negative
+            self._busy_s = (*self._busy_s[-_NUM_STEPS + 1 :], busy_s)
         self._step_s = now_s
         # So that the rest of the present wait, and no more of it, is counted into the next step when it is over.
         self._waited_s = 0.0 if self._waits_since_s is None else self._waits_since_s - now_s

@@ -58,6 +58,19 @@ def test_own_work_of_a_step() -> None:
     assert activity.told()[4] == pytest.approx(0.3)
 
 
+def test_work_is_never_negative() -> None:
+    """Durations are sums of differences, and rounded; a message with a negative one would be refused."""
+    clock = Clock()
+    activity = Activity(clock=clock)
+    for _ in range(1000):
+        for seconds in (0.1, 0.7, 0.3):
+            activity.wait("reduction")
+            clock.after(seconds)
+            activity.go_on()
+        activity.step()
+        assert min(activity._busy_s, default=0.0) >= 0.0
+
+
 def test_patience_of_what_it_does() -> None:
     """A wait is given the least; the time waited is not taken for the activity's."""
     clock = Clock()
