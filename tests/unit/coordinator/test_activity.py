@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from lightning_ft.coordinator.activity import Activity
@@ -58,20 +56,6 @@ def test_own_work_of_a_step() -> None:
         clock.after(0.5)  # the rest of the wait is nobody's work
         activity.go_on()
     assert activity.told()[4] == pytest.approx(0.3)
-
-
-def test_work_is_never_negative() -> None:
-    """Durations are sums of differences, and rounded; a message with a negative one would be refused."""
-    clock = Clock()
-    activity = Activity(clock=clock)
-    chance = random.Random(0)
-    for _ in range(1000):
-        for _ in range(3):
-            activity.wait("reduction")
-            clock.after(chance.random())
-            activity.go_on()
-        activity.step()
-        assert min(activity._busy_s, default=0.0) >= 0.0
 
 
 def test_patience_of_what_it_does() -> None:
