@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from typing import TYPE_CHECKING
 
 from lightning_ft.errors import QuorumLostError
@@ -84,6 +85,7 @@ class Member:
         self.finished: dict[int, Result] = {}
         self.num_finished_when_gone: int | None = None
         self.progress_s = sim.now
+        self.renewed_s = -math.inf
 
     def __repr__(self) -> str:
         return f"{self.name}#{self.incarnation}"
@@ -124,6 +126,8 @@ class Member:
                 self._leave_noticed(self.notice)
             case effects.AnnounceJoin():
                 self.join_announced = True
+            case effects.Acknowledge():
+                self.renewed_s = max(self.renewed_s, effect.sent_s)
             case effects.Release() | effects.Evict() | effects.Stop():
                 is_release = isinstance(effect, effects.Release)
                 assert not is_release or self.mode is Mode.LEAVING or self.is_joiner, f"released while {self.mode}"
@@ -187,7 +191,8 @@ class Member:
             self.progress_s = self.sim.now
         waits = self.mode in (Mode.IN_NUMBER, Mode.ESTABLISHING) and not self.is_stuck
         waits_s = self.sim.now - self.progress_s if waits else None
-        return events.Heartbeat(self.name, self.incarnation, 0, waits_s, self.sim.now - self.progress_s)
+        now = self.sim.now
+        return events.Heartbeat(self.name, self.incarnation, 0, waits_s, now - self.progress_s, sent_s=now)
 
     def _given_view(self, view: effects.CommitView) -> None:
         if view.generation <= self.given:

@@ -172,12 +172,19 @@ class Simulation:
                     process = self.processes.get(identity)
                     if process is not None:
                         process.num_finished_when_gone = len(process.finished)
+                        self._check_lease(process, dict(effect.fields))
             case effects.Refuse():
                 pass
             case _:
                 connection = self.connections.get((effect.member, self._incarnation(effect)))
                 if connection is not None and connection.is_open:
                     connection.to_member(effect)
+
+    def _check_lease(self, process: Member, failure: dict[str, object]) -> None:
+        """M8: nobody is given up for silence within `heartbeat_timeout` of a heartbeat that it knows to be heard."""
+        if "nothing was heard of it" in str(failure["detail"]):
+            silent_s = self.now - process.renewed_s
+            assert silent_s >= self.settings.heartbeat_timeout, f"{process.name} had a lease: {silent_s} s, {failure}"
 
     def _incarnation(self, effect: effects.Effect) -> int:
         assert not isinstance(effect, effects.Record)

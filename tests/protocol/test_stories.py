@@ -68,7 +68,7 @@ class Story:
     def _feed(self, event: events.Event) -> Iterator[str]:
         assert self.state is not None
         self.state, todo = machine.step(Settings(**self.values), self.state, event, self.now_s)  # type: ignore[arg-type]
-        return map(describe, todo)
+        return (describe(effect) for effect in todo if not isinstance(effect, effects.Acknowledge))
 
 
 def describe(effect: effects.Effect) -> str:

@@ -29,17 +29,17 @@ def work(job: Job, seconds: float, busy_s: dict[str, float | None], *, is_moving
 
 
 def test_straggler_is_reported_once_after_a_while_and_when_it_recovers() -> None:
-    """With its share: what the others wait for it, of each step."""
-    job = Job.running(A, B, C)
-    work(job, SILENCE_S, {A: 0.1, B: 0.31, C: 0.1})
+    """With its share: what the others wait for it, of each step. D has not said anything yet."""
+    job = Job.running(A, B, C, D)
+    work(job, SILENCE_S, {A: 0.1, B: 0.31, C: 0.1, D: None})
     assert not job.records("straggler_detected")
-    work(job, 3 * SILENCE_S, {A: 0.1, B: 0.4, C: 0.1})
+    work(job, 3 * SILENCE_S, {A: 0.1, B: 0.4, C: 0.1, D: None})
     assert job.records("straggler_detected") == [
         {"member": B, "host": "host0", "busy_s": 0.4, "median_s": 0.1, "share": 0.75}
     ]
-    work(job, SILENCE_S, {A: 0.1, B: 0.25, C: 0.1})
+    work(job, SILENCE_S, {A: 0.1, B: 0.25, C: 0.1, D: None})
     assert not job.of(effects.Record), "not so slow any more, but slow"
-    work(job, SILENCE_S, {A: 0.1, B: 0.2, C: 0.1})
+    work(job, SILENCE_S, {A: 0.1, B: 0.2, C: 0.1, D: None})
     assert job.records("straggler_recovered") == [{"member": B, "busy_s": 0.2, "median_s": 0.1}]
     assert job.state.phase is Phase.HEALTHY
 
