@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import psutil
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # No deadline for a single example: the machine may be busy. pytest-timeout has one for the whole test.
 hypothesis.settings.register_profile("dev", deadline=None)
@@ -16,11 +18,20 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI", "").lower() not in ("", "0", "false") else "dev")
 
 
+class OneJobAtATime(LoadScopeScheduling):
+    """Lets one worker run all real jobs, one after the other, which leaves half of two cores to the other tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "jobs" if nodeid.startswith("tests/integration/") else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneJobAtATime:
+    """Used with `-n 2`."""
+    return OneJobAtATime(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep real jobs from running beside one another; refuse a test that does not say in a docstring what it shows."""
-    for item in items:
-        if "integration" in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group("jobs"))  # they leave half of two cores to all other tests
+    """Refuse a test that does not say in a docstring which behaviour it shows."""
     silent = sorted(
         {
             item.nodeid.partition("[")[0]
