@@ -18,16 +18,21 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI", "").lower() not in ("", "0", "false") else "dev")
 
 
-class OneJobAtATime(LoadScopeScheduling):
-    """Lets one worker run all real jobs, one after the other, which leaves half of two cores to the other tests."""
+LIGHT = ("test_agent.py", "test_collectives.py", "test_coordinator.py")
+"""Their members are few, or start without torch."""
+
+
+class HeavyJobsInOneWorker(LoadScopeScheduling):
+    """Lets one worker run all jobs with many ranks, one after the other: they leave half of two cores to other tests."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "jobs" if nodeid.startswith("tests/integration/") else nodeid
+        folder, _, rest = nodeid.partition("tests/integration/")
+        return nodeid if folder or not rest or rest.startswith(LIGHT) else "heavy jobs"
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneJobAtATime:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> HeavyJobsInOneWorker:
     """Used with `-n 2`."""
-    return OneJobAtATime(config, log)
+    return HeavyJobsInOneWorker(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
