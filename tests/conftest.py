@@ -23,7 +23,7 @@ LIGHT = ("test_agent.py", "test_collectives.py", "test_coordinator.py")
 
 
 class HeavyJobsInOneWorker(LoadScopeScheduling):
-    """Lets one worker run all jobs with many ranks, one after the other: they leave half of two cores to other tests."""
+    """Lets one worker run all jobs of many ranks, one after the other: they leave half of two cores to other tests."""
 
     def _split_scope(self, nodeid: str) -> str:
         folder, _, rest = nodeid.partition("tests/integration/")
