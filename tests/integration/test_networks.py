@@ -60,9 +60,9 @@ def test_networks_fail_in_every_way(tmp_path: pathlib.Path) -> None:
         assert guilty in ("1/0", "2/0")
         (failure,) = told(job, "failure_detected")
         assert failure["cause"] == "connection"
-        assert {(line["member"], line["peer"], *line["hosts"]) for line in told(job, "link_failed")} == {
-            ("1/0", "2/0", hosts[1].address, hosts[2].address)
-        }
+        # Others may be named too: whoever is heard first is believed, and may only have seen another sever its links.
+        named = [(line["member"], line["peer"], line["hosts"]) for line in told(job, "link_failed")]
+        assert ("1/0", "2/0", [hosts[1].address, hosts[2].address]) in named
 
         cut_off = [4, 5]
         for near, far in itertools.product(range(4), cut_off):
