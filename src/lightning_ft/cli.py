@@ -7,7 +7,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from lightning_ft.config import parse_timeout
+from lightning_ft.config import AUTO, parse_timeout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "--heartbeat-timeout", type=float, metavar="S", help="silence after which a member is given up"
     )
     settings.add_argument(
-        "--timeout", type=parse_timeout, metavar="S|auto", help="how long a collective may wait for a member"
+        "--timeout", type=_timeout, metavar="S|auto", help="how long a collective may wait for a member"
     )
     settings.add_argument(
         "--max-link-failures", type=int, metavar="N", help="how often a link may fail before one end is given up"
@@ -109,6 +109,13 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
     return number
+
+
+def _timeout(text: str) -> float | str:
+    try:
+        return parse_timeout(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected seconds or {AUTO!r}, got {text!r}") from None
 
 
 def _version() -> str:

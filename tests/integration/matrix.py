@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 
 from tests.integration import test_kill_points
+from tests.integration.programs import hits
 
 NUM_RANKS = 4
 MEMBERS = tuple(f"0/{slot}" for slot in range(NUM_RANKS))
@@ -110,12 +111,8 @@ FAULTS = {
 SPECIAL = {
     ("terminate", "setup"): Promise(Outcome.LOST, ENDED),
     ("interrupt", "setup"): Promise(Outcome.LEFT),
-    ("terminate", "last_step"): Promise(Outcome.SPARED),
-    ("interrupt", "last_step"): Promise(Outcome.SPARED),
 }
-"""At setup Lightning has not taken the signals yet: they do what they do to any Python. After the last step no batch is
-left to stop at.
-"""
+"""At setup Lightning has not taken the signals yet: they do what they do to any Python."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,19 +218,8 @@ def plans() -> list[str]:
     return [plan for seed in range(first, first + int(os.environ.get("NUM_SWEEPS", "1"))) for plan in _sample(seed)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Hit:
-    """One argument of a job's program."""
-
-    fault: str
-    moment: str
-    members: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> Hit:
-        what, _, members = text.partition("=")
-        fault, _, moment = what.partition("@")
-        return cls(fault, moment, tuple(members.split(",")))
+class Hit(hits.Hit):
+    """With what must hold."""
 
     @property
     def promise(self) -> Promise:

@@ -590,6 +590,7 @@ def test_module_and_its_arguments(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["run", "--nproc-per-node", "0", "x.py"], "expected at least 1, got 0"),
+        (["run", "--timeout", "soon", "x.py"], "expected seconds or 'auto', got 'soon'"),
         (["run", "--timeout", "1", "x.py"], "heartbeat_interval < heartbeat_timeout < timeout"),
         (["run", "--coordinator", "nowhere", "x.py"], "expected host:port"),
         (["run", "--nnodes", "2", "x.py"], "needs the setting coordinator"),

@@ -205,14 +205,15 @@ def test_too_few_are_left(tmp_path: pathlib.Path) -> None:
     """The job goes on after as many failures as are allowed; the next one reaches fit as an error that says why."""
     faults = "0/0=reduction.wait@5; 0/1=reduction.wait@15"
     environment = {"LIGHTNING_FT_FAIL_AT": faults, "LIGHTNING_FT_MAX_FAILURES": "1"}
-    with jobs.running_script(tmp_path, ["lightning_fit.py", "--devices", "3"], environment) as job:
+    with jobs.running_script(tmp_path, ["lightning_fit.py", "--devices", "4"], environment) as job:
         assert job.finish() == 1, job.output()
         output = (job.out / "output.txt").read_text()
-        assert (
-            "QuorumLostError: the coordinator stopped the job: 2 of 3 members are missing, max_failures is 1" in output
-        )
+        assert output.count("QuorumLostError: the coordinator stopped the job: 2 of 4 members are missing, ") >= 2
+        assert output.count("Traceback (most recent call last)") >= 2, "each rank that is left says why"
         assert "in training_step" in output or "in optimizer_step" in output
-        assert [line["step"] for line in job.records("0/2") if line["event"] == "batch"][-1] == 14, job.output()
+        for member in ("0/2", "0/3"):
+            steps = [line["step"] for line in job.records(member) if line["event"] == "batch"]
+            assert steps[-1] == 14, job.output()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def go_on(job: jobs.Job) -> None:
 
 
 def test_networks_fail_in_every_way(tmp_path: pathlib.Path) -> None:
-    """A card that is back in time, two hosts that hear everybody but each other, and a network cut in two."""
+    """A card that is back in time, two hosts that hear all but each other, a network cut in two, a broken card."""
     program = ["plain_loop.py", str(NUM_STEPS), "--width", "16"]
     members = tuple(f"{node}/0" for node in range(6))
     with networks.hosts(6) as hosts, jobs.running_on(tmp_path, hosts, 1, program, SETTINGS) as nodes:
@@ -68,8 +68,12 @@ def test_networks_fail_in_every_way(tmp_path: pathlib.Path) -> None:
         for near, far in itertools.product(range(4), cut_off):
             hosts[near].lose_packets_to(hosts[far])
             hosts[far].lose_packets_to(hosts[near])
+        job.wait_until(lambda: len(lost(job)) == 3)
+        go_on(job)
+
+        hosts[3].card_down()
         assert job.finish() == 0, job.output()
-        survivors = {"0/0", "1/0", "2/0", "3/0"} - {guilty}
+        survivors = {"0/0", "1/0", "2/0"} - {guilty}
         assert sorted(lost(job)) == sorted({*members} - survivors)
         contributors = jobs.committed(job, members)
         assert sorted(contributors) == list(range(NUM_STEPS))
@@ -77,5 +81,5 @@ def test_networks_fail_in_every_way(tmp_path: pathlib.Path) -> None:
         check_weights(job, survivors, reference.final_weights(contributors, model="mlp", width=16))
         for node, member in zip(nodes, members, strict=True):
             assert (node.finish() == 0) == (member in survivors), node.output()
-        for number in cut_off:
+        for number in (3, *cut_off):
             assert "CoordinatorLostError" in nodes[number].output()

@@ -7,7 +7,6 @@ from the fourth batch of the second epoch on. Each member appends JSON lines to 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import hashlib
 import importlib
 import json
@@ -26,6 +25,7 @@ from typing import Any, NoReturn
 import lightning as L
 import torch
 import torch.distributed as dist
+from hits import Hit
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -64,22 +64,6 @@ PAUSE_S = 2.0
 
 class PlacedError(Exception):
     """No RuntimeError: that is what a broken ring looks like."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Hit:
-    """One argument of the command line."""
-
-    fault: str
-    moment: str
-    members: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> Hit:
-        """Read `FAULT@MOMENT=MEMBER[,MEMBER]...`."""
-        what, _, members = text.partition("=")
-        fault, _, moment = what.partition("@")
-        return cls(fault, moment, tuple(members.split(",")))
 
 
 # -- the faults ------------------------------------------------------------------------------------------------------
