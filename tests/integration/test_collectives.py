@@ -179,10 +179,11 @@ def test_random_kills(tmp_path: pathlib.Path, seed: int) -> None:
     if draw.random() < 0.5:
         moments[1] = moments[0]
     survivor = next(slot for slot in range(5) if slot not in victims)
-    with jobs.running(tmp_path, 5, ["collectives.py", "9", "--seed", str(seed)]) as job:
+    with jobs.running(tmp_path, 5, ["collectives.py", "9", "--seed", str(seed), "--hold"]) as job:
         for victim, moment in zip(victims, moments, strict=True):
             job.wait_until(lambda moment=moment: len(job.records(f"0/{survivor}")) >= moment)
             job.kill(f"0/{victim}", signal.SIGKILL)
+        (tmp_path / "go").touch()
         judge(job, 5, lost=set(victims))
 
 

@@ -1,10 +1,11 @@
 """All of torch.distributed's collectives in one long schedule; writes down everything a checker needs.
 
-    collectives.py OUT ROUNDS [--seed N] [--backend ft|gloo] [--no-groups] [--no-bytes]
+    collectives.py OUT ROUNDS [--seed N] [--backend ft|gloo] [--no-groups] [--no-bytes] [--hold]
 
 Each member appends JSON lines to OUT/<node>-<slot>.jsonl. All members make the same calls in the same order. What a
 member contributes is a function of its slot and of the call, so that each result tells who took part. All that a call's
-arguments say of ranks is read from torch right before it, as a program should that may lose members.
+arguments say of ranks is read from torch right before it, as a program should that may lose members. With --hold, the
+last round waits for a file OUT/go, so that whoever kills members from outside is sure to do so before they leave.
 """
 
 from __future__ import annotations
@@ -352,6 +353,7 @@ def main() -> None:
     parser.add_argument("--backend", default="ft")
     parser.add_argument("--no-groups", action="store_true")
     parser.add_argument("--no-bytes", action="store_true")
+    parser.add_argument("--hold", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     member = os.environ["LIGHTNING_FT_MEMBER"]
@@ -366,6 +368,8 @@ def main() -> None:
     program = Program(arguments.seed, write, has_groups=not arguments.no_groups, has_bytes=not arguments.no_bytes)
     write(event="state", **program.world.state())
     for number in range(arguments.rounds):
+        while arguments.hold and number == arguments.rounds - 1 and not (arguments.out / "go").exists():
+            time.sleep(0.01)
         program.round(number)
     write(event="end")
     if arguments.backend != "ft":  # which leaves by itself; Gloo's threads may abort an interpreter that ends
