@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ft.comm.compiling import report_compilations
 from lightning_ft.comm.operations import Broadcast
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.errors import ProtocolViolationError
@@ -132,6 +133,7 @@ class FaultTolerantDDP(DistributedDataParallel):
         self._locals: dict[int, Tensor] = {}
         self._reducer_group = _ReducerGroup(world, self._take)
         super().__init__(module, process_group=self._reducer_group, init_sync=False, **kwargs)
+        report_compilations()
         if is_synced:
             self._sync_initial_state()
 

@@ -186,9 +186,13 @@ def say_on_console() -> None:
         logger.propagate = False
 
 
-def last_line(text: str) -> str:
-    """Return the last line of a traceback: the exception itself."""
-    return text.strip().rpartition("\n")[2]
+def exception_of(traceback: str) -> str:
+    """Return what a traceback ends with, in one line: of an exception of many lines, the first and the last."""
+    lines = traceback.strip().splitlines() or [""]
+    starts = [index for index, line in enumerate(lines) if line == "Traceback (most recent call last):"]
+    frames = starts[-1] + 1 if starts else 0
+    first = next((line for line in lines[frames:] if line and not line[0].isspace()), lines[-1])
+    return first if first == lines[-1] else f"{first} [...] {lines[-1].strip()}"
 
 
 def describe(event: str, fields: dict[str, Any]) -> tuple[int, str]:
@@ -197,7 +201,7 @@ def describe(event: str, fields: dict[str, Any]) -> tuple[int, str]:
     Returns: The logging level and the sentence.
     """
     if event == "failed":
-        fields = {**fields, "exception": last_line(str(fields.get("exception", "")))}
+        fields = {**fields, "exception": exception_of(str(fields.get("exception", "")))}
     level, template = _SENTENCES.get(event, (logging.INFO, event.replace("_", " ")))
     if event == "member_exited" and fields.get("status"):
         level = logging.INFO

@@ -25,7 +25,7 @@ from lightning_ft.coordinator.ending import Ending, Identity
 from lightning_ft.coordinator.memory import Memory
 from lightning_ft.coordinator.nodes import Nodes
 from lightning_ft.coordinator.probe import wait_until_refused
-from lightning_ft.event_log import DEFAULT_NAME, EventLog, last_line
+from lightning_ft.event_log import DEFAULT_NAME, EventLog, exception_of
 from lightning_ft.faultpoints import reach
 from lightning_ft.membership import effects, events, machine, snapshot, state, wire
 from lightning_ft.membership.transitions import ALL_LEFT
@@ -279,7 +279,7 @@ class CoordinatorServer:
             return
         generation = fields.pop("generation", self.generation)
         if report.event == "failed":  # it has cut its connections and will come back to no collective
-            detail = f"failed with {last_line(str(fields.get('exception', '')))}"
+            detail = f"failed with {exception_of(str(fields.get('exception', '')))}"
             self._apply(events.Exited(report.member, report.incarnation, 1, detail))
         self._event_log.write(
             report.event,

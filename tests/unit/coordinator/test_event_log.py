@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import traceback
 from pathlib import Path
 
 import pytest
 
-from lightning_ft.event_log import EventLog, describe
+from lightning_ft.event_log import EventLog, describe, exception_of
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -86,3 +87,28 @@ def test_unknown_event_is_said_by_its_name() -> None:
     """Members may report events that this version has no sentence for; braces in values do no harm."""
     assert describe("lights_on", {"where": "{attic}"}) == (logging.INFO, "lights on (where={attic})")
     assert describe("failure_detected", {"cause": "exit"}) == (logging.WARNING, "failure detected (cause=exit)")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("one line", "ValueError: one line"),
+        ("", "ValueError"),
+        ("first\nsecond\n\n  third", "ValueError: first [...] third"),
+        (
+            'Caught KeyError in a worker.\nOriginal Traceback (most recent call last):\n  File "x"\nKeyError: 1',
+            "ValueError: Caught KeyError in a worker. [...] KeyError: 1",
+        ),
+    ],
+)
+def test_the_exception_of_a_traceback(message: str, expected: str) -> None:
+    """It names the exception, whatever its message is."""
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - any message
+        raise ValueError(message) from KeyError("another")
+    assert exception_of("".join(traceback.format_exception(raised.value))) == expected
+    assert exception_of("".join(traceback.format_exception_only(raised.value))) == expected, "without frames"
+
+
+def test_the_exception_of_nothing() -> None:
+    """Who reported nothing has no exception, and that is no error of ours."""
+    assert not exception_of("")
