@@ -28,16 +28,18 @@ def naive_quorum(state: State, config: Settings) -> set[str] | None:
     parked = {record.member for record in records if record.status is Status.PARKED}
     leaving = {record.member for record in records if record.status is Status.LEAVING}
     released = {record.member for record in records if record.status is Status.RELEASED}
-    if any(record.status is Status.RUNNING for record in records) or not parked:
+    holders = {record.member for record in records if record.has_state}
+    if any(record.status is Status.RUNNING for record in records) or not parked & holders:
         return None
     size = len(parked | leaving | released)
     if size < config.min_world_size or (config.max_failures is not None and state.target - size > config.max_failures):
         return None
-    voters = {record.member for record in records if not record.is_proven} - leaving - released
-    if any(state.members[a].completed > state.members[b].completed for a in leaving for b in parked):
+    voters = {record.member for record in records if not record.is_proven} & holders - leaving - released
+    if any(state.members[a].completed > state.members[b].completed for a in leaving for b in parked & holders):
         parked, voters = parked | leaving, voters | leaving
-    wins_tie = len(parked) * 2 == len(voters) and min(voters, key=parse_logical_id) in parked
-    return parked if len(parked) * 2 > len(voters) or wins_tie else None
+    votes = len(parked & voters)
+    wins_tie = votes * 2 == len(voters) and min(voters, key=parse_logical_id) in parked
+    return parked if votes * 2 > len(voters) or wins_tie else None
 
 
 class MembershipMachine(RuleBasedStateMachine):
@@ -124,7 +126,9 @@ class MembershipMachine(RuleBasedStateMachine):
         records = [state.members[member] for member in state.view.members]
         count = collections.Counter(record.status.value for record in records)
         admitting, proven = sum(r.admits for r in records), sum(r.is_proven for r in records)
-        assert state.tally == Tally(**count, admitting=admitting, proven=proven)
+        holding = sum(r.status is Status.PARKED and r.has_state for r in records)
+        opposing = sum(r.status is Status.GONE and r.has_state and not r.is_proven for r in records)
+        assert state.tally == Tally(**count, admitting=admitting, proven=proven, holding=holding, opposing=opposing)
 
     @invariant()
     def quorum_agrees_with_its_definition(self) -> None:
@@ -150,10 +154,10 @@ class MembershipMachine(RuleBasedStateMachine):
         member=names,
         incarnation=incarnations,
         behind=st.sampled_from([0, 0, 0, 0, -1, 1]),
-        completed=st.integers(4, 5),
+        completed=st.sampled_from([4, 5, None]),
         reason=st.sampled_from(["connection", "join"]),
     )
-    def park(self, member: str, incarnation: int, behind: int, completed: int, reason: str) -> None:
+    def park(self, member: str, incarnation: int, behind: int, completed: int | None, reason: str) -> None:
         """A member waits for a view."""
         generation = max(0, self.state.generation + behind)
         self.feed(events.Parked(member, incarnation, generation, completed, reason, reason == "join"))

@@ -174,7 +174,7 @@ class Member:
 
     def _park(self, reason: str, *, admits: bool = False) -> None:
         self.mode = Mode.PARKED
-        self.park = events.Parked(self.name, self.incarnation, self.given, self.completed or 0, reason, admits)
+        self.park = events.Parked(self.name, self.incarnation, self.given, self.completed, reason, admits)
         self.send(self.park)
 
     def broken(self, group: Group) -> None:
@@ -192,7 +192,8 @@ class Member:
         waits = self.mode in (Mode.IN_NUMBER, Mode.ESTABLISHING) and not self.is_stuck
         waits_s = self.sim.now - self.progress_s if waits else None
         now = self.sim.now
-        return events.Heartbeat(self.name, self.incarnation, 0, waits_s, now - self.progress_s, sent_s=now)
+        step = None if self.completed is None else 0
+        return events.Heartbeat(self.name, self.incarnation, step, waits_s, now - self.progress_s, sent_s=now)
 
     def _given_view(self, view: effects.CommitView) -> None:
         if view.generation <= self.given:
@@ -249,6 +250,8 @@ class Member:
                 assert donor is not None
                 assert self.pending == self.plan.target
                 self._adopt(group.payload(operation, group.members[donor]))
+            elif self.completed is None:
+                self._receive_state(group)
             self.issue(("confirm",))
         else:
             self._confirmed(group)
@@ -258,21 +261,21 @@ class Member:
         assert self.pending is not None
         self._final(self.pending, result)
 
+    def _receive_state(self, group: Group) -> None:
+        """A joiner is given M, and what the others keep of it."""
+        assert self.plan is not None
+        behind = self.plan.joiners + self.plan.laggards
+        leader = next(member for rank, member in enumerate(group.members) if rank not in behind)
+        self.completed = self.plan.target
+        kept = group.payload(("handover",), leader)
+        if kept is not None:
+            assert isinstance(kept, Result)
+            self.kept = kept
+            self.visible = self.sim.views[kept.generation]
+
     def _confirmed(self, group: Group) -> None:
         assert self.plan is not None
         self.established = group.generation
-        if self.completed is None:  # a joiner: the state with it came at the hand over
-            leader = next(
-                member
-                for rank, member in enumerate(group.members)
-                if rank not in self.plan.joiners + self.plan.laggards
-            )
-            self.completed = self.plan.target
-            kept = group.payload(("handover",), leader)
-            if kept is not None:
-                assert isinstance(kept, Result)
-                self.kept = kept
-                self.visible = self.sim.views[kept.generation]
         assert self.completed == self.plan.target
         if not self.visible:  # nothing was final before the first view
             self.visible = group.members

@@ -389,6 +389,10 @@ class Simulation:
             released=count[Status.RELEASED],
             admitting=sum(member.admits for member in members),
             proven=sum(member.is_proven for member in members),
+            holding=sum(member.status is Status.PARKED and member.has_state for member in members),
+            opposing=sum(
+                member.status is Status.GONE and member.has_state and not member.is_proven for member in members
+            ),
         )
 
     def _check_numbers(self) -> None:

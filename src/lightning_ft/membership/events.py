@@ -43,6 +43,7 @@ class Parked:
 
     Attributes:
         generation: The last view that this member was given (0 before the first).
+        completed: None: it has joined, and does not hold the job's state yet.
         reason: `start`, `connection`, `unreachable`, `suspended`, `leave` or `join`.
         admits: Whether it stands at a boundary where joiners may be admitted.
         suspects: Members whose connection to it broke, or could not be made; they may be as well as it is.
@@ -51,7 +52,7 @@ class Parked:
     member: str
     incarnation: int
     generation: int
-    completed: int
+    completed: int | None
     reason: str
     admits: bool = False
     suspects: tuple[str, ...] = ()
@@ -82,7 +83,7 @@ class Heartbeat:
     """A member is alive.
 
     Attributes:
-        step: Number of gradient steps that it committed.
+        step: Number of gradient steps that it committed; None: it has joined, and does not hold the job's state yet.
         waits_s: How long it has been waiting for others in the collective that it is in; None if it is in none.
         idle_s: How long it has shown no progress: has entered and finished no collective, and said nothing else.
         doing: What it is doing, for a person: `training_step`, `reduction 12`.
@@ -93,7 +94,7 @@ class Heartbeat:
 
     member: str
     incarnation: int
-    step: int = 0
+    step: int | None = 0
     waits_s: float | None = None
     idle_s: float = 0.0
     doing: str = ""

@@ -75,7 +75,14 @@ def _on_parked(turn: Turn, event: events.Parked) -> None:
     if member.status is Status.LEAVING:
         _refuse(turn, event, "park from a member that is leaving")
         return
-    turn.put(member, status=Status.PARKED, completed=event.completed, admits=event.admits, **_heard(turn))
+    turn.put(
+        member,
+        status=Status.PARKED,
+        has_state=event.completed is not None,
+        completed=event.completed or 0,
+        admits=event.admits,
+        **_heard(turn),
+    )
     if turn.state.phase is Phase.HEALTHY or event.reason == UNREACHABLE_REASON:
         _note_suspects(turn, event)  # else its connections broke because others had severed theirs
     if turn.state.phase is Phase.HEALTHY:
@@ -132,7 +139,8 @@ def _on_heartbeat(turn: Turn, event: events.Heartbeat) -> None:
             doing=event.doing,
             patience_s=event.patience_s,
             busy_s=event.busy_s,
-            step=event.step,
+            step=event.step or 0,
+            has_state=member.has_state or event.step is not None,
             **_heard(turn),
         )
         turn.emit(effects.Acknowledge(event.member, event.sent_s))

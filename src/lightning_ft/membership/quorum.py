@@ -21,8 +21,8 @@ def quorum(state: State, now_s: float, settings: Settings) -> tuple[tuple[str, .
     tally = state.tally
     if tally.running:
         return None, f"{tally.running} of {len(state.view.members)} members have not parked yet"
-    if not tally.parked:
-        return None, "no member is parked"
+    if not tally.holding:
+        return None, "no member that is left holds the state of the job"
     present = tally.parked + tally.leaving + tally.released  # whoever leaves in peace is not missed
     if present < settings.min_world_size:
         return None, f"members left: {present}, min_world_size is {settings.min_world_size}"
@@ -54,17 +54,18 @@ def _leavers_are_needed(state: State) -> bool:
         return False
     members = [state.members[member] for member in state.view.members]
     last_left = max(member.completed for member in members if member.status is Status.LEAVING)
-    return last_left > min(member.completed for member in members if member.status is Status.PARKED)
+    return last_left > min(member.completed for member in members if member.holds)
 
 
 def _minority(state: State, stayers: set[Status]) -> str:
     """Why the stayers may not outvote the others; empty if they may.
 
     Against them vote the gone that may still run; not the proven dead, nor the leavers, who promised to go on nowhere.
+    Whoever has joined and does not hold the state of the job yet has no vote either: without the others it is nothing.
     """
     tally = state.tally
-    votes = tally.parked + (tally.leaving if Status.LEAVING in stayers else 0)
-    against = tally.gone - tally.proven
+    votes = tally.holding + (tally.leaving if Status.LEAVING in stayers else 0)
+    against = tally.opposing
     if votes > against:
         return ""
     if votes < against:
@@ -77,7 +78,7 @@ def _minority(state: State, stayers: set[Status]) -> str:
 
 def _votes(state: State, member: str, stayers: set[Status]) -> bool:
     record = state.members[member]
-    return record.status in stayers or (record.status is Status.GONE and not record.is_proven)
+    return record.opposes or (record.status in stayers and record.has_state)
 
 
 def _admissible(state: State, now_s: float, settings: Settings) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from lightning_ft.membership.events import Address
 from lightning_ft.membership.state import Member, Phase, State, Status, Tally, View
 from lightning_ft.membership.table import Table
 
-_VERSION = 1
+_VERSION = 2
 
 
 def is_decision(before: State, after: State) -> bool:
@@ -99,6 +99,7 @@ def _dump_member(member: Member) -> dict[str, Any]:
         "address": None if member.address is None else [member.address.host, member.address.store_port],
         "generation": member.generation,
         "status": member.status.value,
+        "has_state": member.has_state,
         "completed": member.completed,
         "admits": member.admits,
         "is_proven": member.is_proven,
@@ -116,6 +117,7 @@ def _load_member(record: dict[str, Any], now_s: float) -> Member:
         status=Status(record["status"]),
         last_heard_s=None if address is None else now_s,
         progress_s=None if address is None else now_s,
+        has_state=record["has_state"],
         completed=record["completed"],
         admits=record["admits"],
         is_proven=record["is_proven"],

@@ -48,7 +48,8 @@ class Member:
         generation: Last view that holds it.
         is_connected: False from a drop of its connection until it is heard of again.
         last_heard_s: On the coordinator's clock; None until it said hello.
-        completed: As it said when it parked or left.
+        has_state: Whether it holds the job's state: joiners do not, until they say so.
+        completed: As it said when it parked or left; without meaning if it does not hold the state.
         admits: It parked where joiners may be admitted.
         is_proven: Its process is known not to run any more; only if it is gone.
         waits_since_s: On the coordinator's clock, since when it waits in a collective; None: it does not.
@@ -68,6 +69,7 @@ class Member:
     status: Status = Status.RUNNING
     is_connected: bool = False
     last_heard_s: float | None = None
+    has_state: bool = True
     completed: int = 0
     admits: bool = False
     is_proven: bool = False
@@ -86,6 +88,16 @@ class Member:
         assert self.status is Status.GONE or not self.is_proven, "proven means gone"
         assert self.status is Status.PARKED or not self.admits, "only a parked member admits"
         assert self.incarnation is not None or self.last_heard_s is None, "whoever is heard of has an incarnation"
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is parked with the job's state."""
+        return self.status is Status.PARKED and self.has_state
+
+    @property
+    def opposes(self) -> bool:
+        """Whether it may still run with the job's state, where nobody can ask it."""
+        return self.status is Status.GONE and not self.is_proven and self.has_state
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,6 +134,8 @@ class Tally:
     Attributes:
         admitting: Of the parked.
         proven: Of the gone.
+        holding: Of the parked, those that hold the job's state.
+        opposing: Of the gone that are not proven, those that hold the job's state.
     """
 
     running: int = 0
@@ -131,6 +145,8 @@ class Tally:
     released: int = 0
     admitting: int = 0
     proven: int = 0
+    holding: int = 0
+    opposing: int = 0
 
     @classmethod
     def of(cls, members: Iterable[Member]) -> Tally:
@@ -151,6 +167,8 @@ class Tally:
             released=self.released - (was is Status.RELEASED) + (now is Status.RELEASED),
             admitting=self.admitting - (before is not None and before.admits) + after.admits,
             proven=self.proven - (before is not None and before.is_proven) + after.is_proven,
+            holding=self.holding - (before is not None and before.holds) + after.holds,
+            opposing=self.opposing - (before is not None and before.opposes) + after.opposes,
         )
 
 
@@ -196,7 +214,8 @@ class State:
             total = tally.running + tally.parked + tally.leaving + tally.gone + tally.released
             assert total == len(self.view.members), (tally, len(self.view.members))
         assert 0 <= tally.admitting <= tally.parked, tally
-        assert 0 <= tally.proven <= tally.gone, tally
+        assert 0 <= tally.proven <= tally.gone - tally.opposing, tally
+        assert 0 <= tally.holding <= tally.parked, tally
         assert (self.hang_deadline_s is not None) == (self.phase is Phase.SUSPENDED), self.phase
         assert self.no_quorum_since_s is None or self.phase is Phase.SUSPENDED, self.phase
         assert self.skipped_s >= 0, self.skipped_s

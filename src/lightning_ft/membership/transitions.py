@@ -232,6 +232,7 @@ def _joined(joiner: Joiner, generation: int) -> Member:
         address=joiner.address,
         generation=generation,
         is_connected=True,
+        has_state=False,
         last_heard_s=joiner.last_heard_s,
         progress_s=joiner.last_heard_s,
     )

@@ -312,7 +312,7 @@ _SCHEMAS: tuple[_Schema, ...] = (
         events.Parked,
         {
             "generation": read.read_natural,
-            "completed": read.read_natural,
+            "completed": read.read_optional_natural,
             "reason": read.read_name,
             "admits": read.read_flag,
             "suspects": read.read_members,
@@ -323,7 +323,7 @@ _SCHEMAS: tuple[_Schema, ...] = (
         "heartbeat",
         events.Heartbeat,
         {
-            "step": read.read_natural,
+            "step": read.read_optional_natural,
             "waits_s": read.read_optional_seconds,
             "idle_s": read.read_seconds,
             "doing": read.read_text,

@@ -18,11 +18,13 @@ MEMBERS = {
     "P": {"status": Status.PARKED, "completed": 5},
     "A": {"status": Status.PARKED, "completed": 5, "admits": True},
     "b": {"status": Status.PARKED, "completed": 4},
+    "N": {"status": Status.PARKED, "has_state": False},
     "R": {"status": Status.RUNNING},
     "L": {"status": Status.LEAVING, "completed": 5},
     "X": {"status": Status.RELEASED},
     "D": {"status": Status.GONE, "cause": Cause.EXIT, "is_proven": True},
     "U": {"status": Status.GONE, "cause": Cause.HEARTBEAT},
+    "V": {"status": Status.GONE, "cause": Cause.HEARTBEAT, "has_state": False},
 }
 
 
@@ -46,6 +48,10 @@ def state_of(letters: str, joiners: tuple[Joiner, ...] = ()) -> State:
             released=count[Status.RELEASED],
             admitting=sum(record.admits for record in records),
             proven=sum(record.is_proven for record in records),
+            holding=sum(record.status is Status.PARKED and record.has_state for record in records),
+            opposing=sum(
+                record.status is Status.GONE and record.has_state and not record.is_proven for record in records
+            ),
         ),
     )
 
@@ -60,7 +66,13 @@ def decide(letters: str, joiners: tuple[Joiner, ...] = (), **settings: int) -> t
     ("letters", "settings", "members", "reason"),
     [
         ("PRP", {}, "none", "1 of 3 members have not parked yet"),
-        ("DLD", {}, "none", "no member is parked"),
+        ("DLD", {}, "none", "no member that is left holds the state of the job"),
+        ("NND", {}, "none", "no member that is left holds the state of the job"),
+        ("NNUP", {}, "none", "1 members are only half: 1 of the gone, among them 0/2, may still run"),
+        ("NNPU", {}, "0/0 0/1 0/2", "3 of 4 members parked"),
+        ("NVVP", {}, "0/0 0/3", "2 of 4 members parked"),
+        ("LNb", {}, "0/0 0/1 0/2", "2 of 3 members parked, 1 that leave hold a result that the others need"),
+        ("LNP", {}, "0/1 0/2", "2 of 3 members parked"),
         ("PPP", {}, "0/0 0/1 0/2", "3 of 3 members parked"),
         ("PDD", {}, "0/0", "1 of 3 members parked"),
         ("PPU", {}, "0/0 0/1", "2 of 3 members parked"),
@@ -105,6 +117,6 @@ def test_half_is_decided_by_numeric_order() -> None:
         phase=Phase.SUSPENDED,
         hang_deadline_s=1.0,
         members=state.members.with_items([("0/2", parked), ("0/10", gone)]),
-        tally=Tally(parked=1, gone=1),
+        tally=Tally(parked=1, gone=1, holding=1, opposing=1),
     )
     assert quorum(state, 0.0, job.settings)[0] == ("0/2",)

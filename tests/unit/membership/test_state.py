@@ -43,7 +43,7 @@ def test_tally_follows_a_member() -> None:
     """Counts move with the status."""
     before = Member("0/0", incarnation=1)
     after = dataclasses.replace(before, status=Status.PARKED, admits=True)
-    assert Tally(running=2).moved(before, after) == Tally(running=1, parked=1, admitting=1)
+    assert Tally(running=2).moved(before, after) == Tally(running=1, parked=1, admitting=1, holding=1)
 
 
 def test_state_invariants_are_asserted() -> None:

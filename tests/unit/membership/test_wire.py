@@ -108,7 +108,7 @@ HELLO = {
         (PARK, "generation", -1),
         (PARK, "generation", 2**63),
         (PARK, "completed", "2"),
-        (PARK, "completed", None),
+        (PARK, "completed", -1),
         (PARK, "reason", ""),
         (PARK, "reason", 5),
         (PARK, "reason", "\ud800"),
