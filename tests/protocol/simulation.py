@@ -188,10 +188,10 @@ class Simulation:
 
     def _incarnation(self, effect: effects.Effect) -> int:
         assert not isinstance(effect, effects.Record)
-        if isinstance(effect, effects.Evict):
+        if isinstance(effect, effects.Evict | effects.Release):
             return effect.incarnation
         known, joiner = self.state.members.get(effect.member), self.state.joiners.get(effect.member)
-        if joiner is not None and not isinstance(effect, effects.Release):
+        if joiner is not None:
             return joiner.incarnation
         return (known.incarnation if known is not None else 0) or 0
 

@@ -51,15 +51,16 @@ class MembershipClient:
         address: Where this member's store listens.
         expected: Logical ids of the members that the job starts with, in rank order.
         settings: The job's settings.
+        is_joiner: Whether this process asks to join a job that runs.
         on_suspend: Called in the monitor thread when the view of this generation must be severed.
         on_leaving: Called in the monitor thread with (member, completed) of a member that will leave.
         on_evicted: Called in the monitor thread when this process is out of the job.
 
     Attributes:
-        step: Gradient steps committed so far; the next heartbeat tells it.
+        step: Gradient steps committed so far; the next heartbeat tells it. None: a joiner, without the job's state.
         activity: What this process is doing; as well.
 
-    Threads: any, except that only one at a time may be in `park` or `leave`.
+    Threads: any, except that only one at a time may be in `park`, `join` or `leave`.
     """
 
     def __init__(
@@ -75,20 +76,22 @@ class MembershipClient:
         on_suspend: Callable[[int], None] = lambda _generation: None,
         on_leaving: Callable[[str, int], None] = lambda _member, _completed: None,
         on_evicted: Callable[[], None] = lambda: None,
+        is_joiner: bool = False,
     ) -> None:
         self.member = member
         self.incarnation = incarnation
         self.on_suspend = on_suspend
         self.on_leaving = on_leaving
         self.on_evicted = on_evicted
-        self.step = 0
+        self.step: int | None = None if is_joiner else 0
         self.activity = Activity(
             Patience(settings.least_timeout, settings.longest_timeout) if settings.timeout == AUTO else None
         )
         self._settings = settings
         self._lease = Lease(settings.heartbeat_timeout)
         self._changed = threading.Condition()
-        self._enrolment = Enrolment(events.Hello(member, incarnation, 0, address, os.getpid()), tuple(expected))
+        hello = events.Hello(member, incarnation, 0, address, os.getpid())
+        self._enrolment = Enrolment(hello, tuple(expected), is_joiner=is_joiner)
         self._sent: events.Parked | events.Leaving | None = None
         self._log_directory: str | None = None
         self._reports: collections.deque[str] = collections.deque(maxlen=_MAX_REPORTS)
@@ -150,11 +153,11 @@ class MembershipClient:
         self._thread.start()
         ready.wait()
 
-    def park(self, completed: int, reason: str, *, admits: bool = False, suspects: tuple[str, ...] = ()) -> NextView:
+    def park(self, completed: int | None, reason: str, *, admits: bool = False, suspects: tuple[str, ...] = ()) -> NextView:
         """Stop in the current view, and wait for a newer one.
 
         Args:
-            completed: Number of the last collective that is final here.
+            completed: Number of the last collective that is final here; None: it joined, and holds no state yet.
             reason: `start`, `connection`, `unreachable`, `suspended`, `leave` or `join`.
             admits: Whether this is a boundary where joiners may be admitted.
             suspects: Members whose connection broke, or that could not be reached.
@@ -175,6 +178,22 @@ class MembershipClient:
             while True:
                 following = self._enrolment.collect()
                 if following is not None:
+                    return following
+                self._raise_if_over()
+                self._wait_for_change(self._settings.longest_timeout)
+
+    def join(self) -> NextView | None:
+        """Wait until the members admit this process, which has said that it is ready when it connected.
+
+        Returns: The view to establish; None if the job has ended without it.
+
+        Raises:
+            FaultToleranceError: It will not be admitted; as `park`.
+        """
+        with self._changed:
+            while True:
+                following = self._enrolment.collect()
+                if following is not None or self._enrolment.is_released:
                     return following
                 self._raise_if_over()
                 self._wait_for_change(self._settings.longest_timeout)
@@ -342,7 +361,7 @@ class MembershipClient:
 
     def _heartbeat(self) -> str:
         told = self.activity.told()
-        return wire.encode(events.Heartbeat(self.member, self.incarnation, int(self.step), *told, self._lease.beat()))
+        return wire.encode(events.Heartbeat(self.member, self.incarnation, self.step, *told, self._lease.beat()))
 
     def _send_request(self) -> None:
         with self._changed:

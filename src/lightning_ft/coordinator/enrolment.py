@@ -57,6 +57,7 @@ class Enrolment:
     Args:
         hello: What this member says when it connects; its generation is kept current here.
         expected: The members of generation 0, to which the first view is a difference.
+        is_joiner: It is none of them, but says that it is ready, and waits to be given a whole view.
 
     Attributes:
         view: The last view that this member was given; generation 0 before the first.
@@ -70,8 +71,9 @@ class Enrolment:
     Invariants: I1 (`view` changes only by whole differences to itself). Threads: the owner's lock.
     """
 
-    def __init__(self, hello: events.Hello, expected: tuple[str, ...]) -> None:
+    def __init__(self, hello: events.Hello, expected: tuple[str, ...], *, is_joiner: bool = False) -> None:
         self._hello = hello
+        self._is_joiner = is_joiner
         self._num_mismatches = 0
         self._severed = 0
         self.view = View(0, expected)
@@ -87,11 +89,18 @@ class Enrolment:
         """Whose connection this is, for the wire."""
         return wire.Peer(self._hello.member, self._hello.incarnation)
 
-    def hello(self) -> events.Hello:
+    def hello(self) -> events.Hello | events.Ready:
         """The first message of a connection. The `request` follows it, if there is one."""
-        return dataclasses.replace(self._hello, generation=self.view.generation)
+        hello = self._hello
+        if self._waits_to_join:
+            return events.Ready(hello.member, hello.incarnation, hello.address, hello.pid)
+        return dataclasses.replace(hello, generation=self.view.generation)
 
-    def park(self, completed: int, reason: str, *, admits: bool, suspects: tuple[str, ...] = ()) -> events.Parked:
+    @property
+    def _waits_to_join(self) -> bool:
+        return self._is_joiner and self.view.generation == 0
+
+    def park(self, completed: int | None, reason: str, *, admits: bool, suspects: tuple[str, ...] = ()) -> events.Parked:
         """Begin to wait for the view after the current one. Raises: ValueError, changing nothing."""
         peer = self.peer
         parked = events.Parked(peer.member, peer.incarnation, self.view.generation, completed, reason, admits, suspects)
@@ -153,7 +162,7 @@ class Enrolment:
     def _take_view(self, message: effects.CommitView) -> tuple[Advice, ...]:
         if message.generation <= self.view.generation:
             return ()  # the answer to a park that was sent again on a new connection
-        if self.request is None:
+        if self.request is None and not self._waits_to_join:
             raise self.violation(f"view {message.generation} came, but this member waits for none")
         if message.base not in (None, self.view.generation):
             self._num_mismatches += 1

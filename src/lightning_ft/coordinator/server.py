@@ -388,7 +388,7 @@ class CoordinatorServer:
                 self._kill(effect)
             case effects.Acknowledge():
                 self._send((effect.member, self._incarnation(effect.member, cause)), effect)
-            case effects.Evict():
+            case effects.Evict() | effects.Release():
                 reach("member.told")
                 self._send((effect.member, effect.incarnation), effect)
             case _:

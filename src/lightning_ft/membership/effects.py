@@ -69,9 +69,10 @@ class NotifyLeaving:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Release:
-    """Tell a leaver that nobody needs it any more."""
+    """Tell a leaver, or a joiner that comes when all have left, that nobody needs it any more."""
 
     member: str
+    incarnation: int
     reason: str
 
 

@@ -24,7 +24,7 @@ from lightning_ft.membership.deadlines import judge
 from lightning_ft.membership.effects import Cause, Effect
 from lightning_ft.membership.links import LinkFailure, recent
 from lightning_ft.membership.state import Joiner, Member, Phase, State, Status
-from lightning_ft.membership.transitions import Turn, announce_joiners, conclude, gone, repeat_view, suspend
+from lightning_ft.membership.transitions import Turn, announce_joiners, conclude, gone, repeat_view, send_away, suspend
 
 UNREACHABLE_REASON = "unreachable"
 """The reason of a park whose sender has found out that others don't answer."""
@@ -101,7 +101,7 @@ def _on_leaving(turn: Turn, event: events.Leaving) -> None:
     joiner = turn.state.joiners.get(event.member)
     if joiner is not None and joiner.incarnation == event.incarnation:
         turn.change(joiners=turn.state.joiners.without(event.member))
-        turn.emit(effects.Release(event.member, "it was in no view"))
+        turn.emit(effects.Release(event.member, event.incarnation, "it was in no view"))
         return
     member = _live_sender(turn, event)
     if member is None or _is_stale(turn, member, event):
@@ -148,7 +148,7 @@ def _on_heartbeat(turn: Turn, event: events.Heartbeat) -> None:
 
 def _on_ready(turn: Turn, event: events.Ready) -> None:
     if turn.state.phase is Phase.STOPPED:
-        turn.emit(effects.Stop(event.member, turn.state.reason))
+        send_away(turn, event.member, event.incarnation)
         return
     member = turn.state.members.get(event.member)
     waiting = turn.state.joiners.get(event.member)
@@ -215,7 +215,7 @@ def _live_sender(turn: Turn, event: _FromMember | events.Ready) -> Member | None
         return None
     if member.status is Status.RELEASED:
         _refuse(turn, event, f"{_name(event)} from a member that is released")
-        turn.emit(effects.Release(event.member, "it is released already"))
+        turn.emit(effects.Release(event.member, event.incarnation, "it is released already"))
         return None
     if turn.state.phase is Phase.STOPPED:
         _refuse(turn, event, f"the job has stopped: {turn.state.reason}")

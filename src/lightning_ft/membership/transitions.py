@@ -199,7 +199,7 @@ def commit(turn: Turn, members: tuple[str, ...], reason: str) -> None:
     )
     _tell_view(turn, old.generation, left, survivors, joined)
     for member in leavers:
-        turn.emit(effects.Release(member, f"generation {new.generation} goes on without it"))
+        _release(turn, old_members[member], f"generation {new.generation} goes on without it")
         turn.record("member_left", member, detail="released")
     for member in joined:
         turn.record("member_joined", member, incarnation=turn.state.members[member].incarnation)
@@ -276,7 +276,19 @@ def stop(turn: Turn, reason: str) -> None:
             turn.emit(effects.Stop(member, reason))
         elif record.status is Status.LEAVING:
             turn.put(record, status=Status.RELEASED)
-            turn.emit(effects.Release(member, reason))
-    for member in sorted(turn.state.joiners):
-        turn.emit(effects.Stop(member, reason))
+            _release(turn, record, reason)
+    for joiner in sorted(turn.state.joiners.scan(), key=lambda joiner: joiner.member):
+        send_away(turn, joiner.member, joiner.incarnation)
     turn.record("job_stopped", reason=reason)
+
+
+def _release(turn: Turn, leaver: Member, reason: str) -> None:
+    assert leaver.incarnation is not None, "whoever leaves was heard of"
+    turn.emit(effects.Release(leaver.member, leaver.incarnation, reason))
+
+
+def send_away(turn: Turn, joiner: str, incarnation: int) -> None:
+    """Tell a joiner that the job has stopped; if that was its end, coming too late is no failure."""
+    reason = turn.state.reason
+    is_done = reason == ALL_LEFT
+    turn.emit(effects.Release(joiner, incarnation, reason) if is_done else effects.Stop(joiner, reason))

@@ -131,7 +131,7 @@ def test_leaver_may_be_given_a_view_first(running: Enrolment) -> None:
     assert running.collect() is not None
     assert running.leave(9).generation == 2
     assert not running.is_released
-    running.take(effects.Release("0/1", "done"))
+    running.take(effects.Release("0/1", 1, "done"))
     assert running.is_released
 
 

@@ -476,7 +476,7 @@ def test_others_go_on_without_a_leaver() -> None:
     job.leave(A, 5)
     job.park(B, 5, reason="leave")
     assert job.state.view.members == (B,)
-    assert job.of(effects.Release) == [effects.Release(A, "generation 2 goes on without it")]
+    assert job.of(effects.Release) == [effects.Release(A, 1, "generation 2 goes on without it")]
     assert job.state.target == 1
 
 
@@ -503,7 +503,7 @@ def test_death_of_a_leaver_is_its_release() -> None:
     assert job.records("member_left")[0]["member"] == B
     job.leave(C, 5)
     assert job.state.phase is Phase.STOPPED
-    assert job.heartbeat(A)[1] == effects.Release(A, "it is released already")
+    assert job.heartbeat(A)[1] == effects.Release(A, 1, "it is released already")
 
 
 def test_leave_and_park_exclude_each_other() -> None:

@@ -33,7 +33,7 @@ MESSAGES: list[tuple[Any, tuple[type, ...]]] = [
     (effects.CommitView("0/1", 3, 2, ("0/0",), ("1/0", "1/1"), 5, ADDRESS), wire.TO_MEMBER),
     (effects.Acknowledge("0/1", 12.5), wire.TO_MEMBER),
     (effects.NotifyLeaving("0/1", "0/0", 7), wire.TO_MEMBER),
-    (effects.Release("0/1", "done"), wire.TO_MEMBER),
+    (effects.Release("0/1", 3, "done"), wire.TO_MEMBER),
     (effects.Evict("0/1", 3, "silent"), wire.TO_MEMBER),
     (effects.Stop("0/1", "no quorum"), wire.TO_MEMBER),
     (effects.AnnounceJoin("0/1", "ready: 2/0"), wire.TO_MEMBER),
