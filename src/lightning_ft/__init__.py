@@ -9,6 +9,7 @@ from lightning_ft.comm.backend import progress, register_backend
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit, ft_ddp
+from lightning_ft.elastic import ElasticState
 from lightning_ft.errors import (
     CoordinatorLostError,
     EvictedError,
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CoordinatorLostError",
+    "ElasticState",
     "EvictedError",
     "FaultToleranceError",
     "FaultTolerantDDP",

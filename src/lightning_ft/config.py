@@ -39,6 +39,8 @@ class Settings:
         max_link_failures: How often the connection of two live members may fail in ten minutes before one of them is
             given up, >= 0.
         evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
+        respawn: Whether the agent starts a member again whose process failed; it then joins the job that runs.
+        max_restarts: How often it does so for each logical id, >= 0.
         coordinator: `host:port` of the coordinator; None: the agent starts one.
         process_group_backend: Backend inside `ft` (`gloo`); None: chosen by device.
         event_log: File that gets the event log; None: `ft_events.jsonl` in the run's log directory.
@@ -55,6 +57,8 @@ class Settings:
     timeout: float | str = 1800.0
     max_link_failures: int = 3
     evict_stragglers: bool = False
+    respawn: bool = False
+    max_restarts: int = 3
     coordinator: str | None = None
     process_group_backend: str | None = None
     event_log: str | None = None
@@ -68,6 +72,8 @@ class Settings:
             raise ValueError(f"max_failures must be at least 0, or None for no limit, got {self.max_failures!r}")
         if self.max_link_failures < 0:
             raise ValueError(f"max_link_failures must be at least 0, got {self.max_link_failures!r}")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts must be at least 0, got {self.max_restarts!r}")
         if isinstance(self.timeout, str) and self.timeout != AUTO:
             raise ValueError(f"timeout must be seconds or {AUTO!r}, got {self.timeout!r}")
         if not 0 < self.heartbeat_interval < self.heartbeat_timeout < self.longest_timeout:
@@ -176,6 +182,8 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "timeout": parse_timeout,
     "max_link_failures": int,
     "evict_stragglers": _flag,
+    "respawn": _flag,
+    "max_restarts": int,
     "coordinator": str,
     "process_group_backend": str,
     "event_log": str,

@@ -22,9 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ft.comm.compiling import report_compilations
 from lightning_ft.comm.operations import Broadcast
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
-from lightning_ft.errors import ProtocolViolationError
+from lightning_ft.errors import LaunchError, ProtocolViolationError
 from lightning_ft.faultpoints import reach
 from lightning_ft.reduction import CommHook, Commit, GradientReduction, Layout, Part, load_gradients
+
+_JOINS = 1 << 32
+"""What a commit's word counts for a member that knows of a joiner; below it, the requests to stop."""
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _GroupBase: Any = dist.ProcessGroup  # torch's stubs know neither Python subclasses nor their methods' plain signatures
@@ -50,11 +53,15 @@ class _ReducerGroup(_GroupBase):  # type: ignore[misc]
 
     Attributes:
         divisor: What DDP was last told as the group's size, and divides gradients by.
+        agreed: What the reducers have agreed on about their buckets, as they broadcast it.
+        answers: The same of a job that this process joins: answered instead of a broadcast.
     """
 
     def __init__(self, world: FaultTolerantProcessGroup, reduce: Callable[[Tensor], dist.Work]) -> None:
         super().__init__(world.rank(), world.size())
         self.divisor = world.size()
+        self.agreed: list[Tensor] = []
+        self.answers: list[Tensor] = []
         self._world = world
         self._reduce = reduce
 
@@ -74,7 +81,13 @@ class _ReducerGroup(_GroupBase):  # type: ignore[misc]
         return self._reduce(tensors[0])
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._world.broadcast_any_root(tensors)
+        """Called for the order of the buckets and their sizes, when they are rebuilt after the first backward."""
+        if self.answers:
+            tensors[0].copy_(self.answers.pop(0))
+        else:
+            self._world.broadcast_any_root(tensors).wait()
+        self.agreed.append(tensors[0].clone())
+        return _PartWork(tensors[0])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         return self._world.allgather(outputs, inputs, opts)
@@ -136,6 +149,9 @@ class FaultTolerantDDP(DistributedDataParallel):
         report_compilations()
         if is_synced:
             self._sync_initial_state()
+        self._reducer_group.agreed.clear()  # what it broadcasts from here on are the reducers' agreements
+        self._buckets: Any = _Buckets(self._reducer_group, self.reducer)  # carried for as long as this lives
+        world.ring.carry(self._buckets)
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Reduce each bucket by a hook (fp16 or bf16 compression, PowerSGD).
@@ -191,7 +207,17 @@ class FaultTolerantDDP(DistributedDataParallel):
         return parameters, expect_sparse
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As DistributedDataParallel."""
+        """As DistributedDataParallel.
+
+        Raises:
+            LaunchError: This process was started while the job ran, and has not joined it.
+        """
+        if self._world.ring.is_outside and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            raise LaunchError(
+                "a step of training failed: this process was started while the job ran, and has not joined it. Call "
+                "lightning_ft.ElasticState.boundary() before each step, or set respawn=False.",
+                member=self._world.ring.member,
+            )
         if self._reduction is not None and torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._reduction = None  # an earlier backward raised, or ended before all gradients were there
             self.reducer._reset_state()
@@ -274,12 +300,34 @@ class FaultTolerantDDP(DistributedDataParallel):
         reach("reduction.wait")
         ring, sequence = self._world.ring, self._world.sequence
         ring.run(sequence, reduction)
-        commit = Commit(int(self.is_stop_requested))
+        commit = Commit(int(self.is_stop_requested) + _JOINS * ring.is_join_pending)
         ring.run(sequence, commit)
+        ring.is_admission_due |= commit.total >= _JOINS
         self._reduction = None
         if self.on_commit is not None:
             contributors = ring.members_of(reduction.final_generation)
-            self.on_commit(StepCommit(ring.step - 1, contributors, commit.total))
+            self.on_commit(StepCommit(ring.step - 1, contributors, commit.total % _JOINS))
+
+
+class _Buckets:
+    """How DDP has cut its gradients into buckets, for a member that joins: its own first backward is not the job's."""
+
+    def __init__(self, group: _ReducerGroup, reducer: Any) -> None:
+        self._group, self._reducer = group, reducer
+
+    def prepare(self) -> None:
+        """Have the buckets rebuilt now if they are to be: DDP would do so with the next forward."""
+        self._reducer._rebuild_buckets()
+
+    def give(self) -> list[Tensor]:
+        return list(self._group.agreed)
+
+    def take(self, part: list[Tensor]) -> None:
+        if not part:  # nobody has had a backward
+            return
+        self._group.answers = list(part)
+        self._reducer._push_all_rebuilt_params()
+        self._reducer._rebuild_buckets()
 
 
 def _check_supported(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 `LIGHTNING_FT_FAIL_AT="0/1=commit.enter@3; 0/0=commit.done@9>recover.confirm:stop"`: member `0/1` is killed the third
 time it reaches `commit.enter`; member `0/0` is stopped (SIGSTOP) the first time that it reaches `recover.confirm` after
-it reached `commit.done` nine times. Actions: `kill` (default), `stop`, `raise` (RuntimeError), `exit` (sys.exit(1)).
+it reached `commit.done` nine times. `0/1#2` is the second process of that member, `0/1` its first. Actions: `kill`
+(default), `stop`, `raise` (RuntimeError), `exit` (sys.exit(1)).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def parse(text: str, member: str) -> list[_Fault]:
 
 def _from_environment() -> list[_Fault]:
     text = os.environ.get("LIGHTNING_FT_FAIL_AT", "")
-    return parse(text, os.environ.get("LIGHTNING_FT_MEMBER", "")) if text else []
+    member, incarnation = os.environ.get("LIGHTNING_FT_MEMBER", ""), os.environ.get("LIGHTNING_FT_INCARNATION", "1")
+    return parse(text, member if incarnation == "1" else f"{member}#{incarnation}") if text else []
 
 
 _faults = _from_environment()

@@ -24,6 +24,7 @@ LAYERS = (
     "comm",
     "reduction",
     "ddp",
+    "elastic",
     "data",
     "checkpoint",
     "metrics",

@@ -72,19 +72,23 @@ def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     endpoint = os.environ["LIGHTNING_FT_COORDINATOR"]
     transport = GlooTransport(reachable_host(endpoint), settings.heartbeat_timeout)
     member = os.environ["LIGHTNING_FT_MEMBER"]
+    incarnation = int(os.environ.get("LIGHTNING_FT_INCARNATION", "1"))
+    expected = from_ranges(os.environ["LIGHTNING_FT_EXPECTED"])
+    is_joiner = incarnation > 1 or member not in expected
     client = MembershipClient(
         endpoint=endpoint,
         token=os.environ["LIGHTNING_FT_TOKEN"],
         member=member,
-        incarnation=int(os.environ.get("LIGHTNING_FT_INCARNATION", "0")),
+        incarnation=incarnation,
         address=transport.address,
-        expected=from_ranges(os.environ["LIGHTNING_FT_EXPECTED"]),
+        expected=expected,
         settings=settings,
+        is_joiner=is_joiner,
     )
     ForkGuard(lambda: [found for found in open_sockets() if found.number == client.fileno()])
-    _ring, _pid = Ring(client, transport, member, settings), os.getpid()
+    _ring, _pid = Ring(client, transport, member, settings, is_joiner=is_joiner), os.getpid()
     _ring.on_renumbered.append(_update_rank_table)
-    _ring.start()
+    _ring.start(expected)
     atexit.register(_leave_at_exit, _ring, os.getpid())
     sys.excepthook = functools.partial(_crash_at_once, _ring, os.getpid(), sys.excepthook)
     return FaultTolerantProcessGroup(_ring, _ring.world)

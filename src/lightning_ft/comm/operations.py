@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ft.comm.gloo import InnerGroup
-from lightning_ft.errors import ProtocolViolationError
+from lightning_ft.errors import MembershipChangedError, ProtocolViolationError
 
 SMALL_BYTES = 64 * 1024
 """Up to here a broadcast is one all-reduce; above, a broadcast and an acknowledgement, which moves fewer bytes."""
@@ -102,6 +102,14 @@ class Operation(ABC):
     def adopt(self, payload: list[Tensor]) -> None:
         """Deliver a result that another member kept."""
 
+    def echo(self, num_members: int) -> None:
+        """Deliver what the result would be if all members were copies of this one: the answer to who is in no view.
+
+        Raises:
+            MembershipChangedError: There is none.
+        """
+        raise MembershipChangedError(f"{self.name} failed: this process has not been admitted to the job yet")
+
     def receive_into(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return flat uint8 tensors of `sizes` bytes into which a handed over payload is received."""
         return [torch.empty(size, dtype=torch.uint8) for size in sizes]
@@ -161,6 +169,7 @@ class Reduce(Operation):
         self._tensors = [tensor.detach() for tensor in tensors]  # autograd refuses to write into parameters
         self._is_slotted = is_slotted
         self._is_average = op == dist.ReduceOp.AVG
+        self._is_sum = op == dist.ReduceOp.SUM
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.SUM if self._is_average else op  # type: ignore[assignment]
         self._deliver = deliver
@@ -199,6 +208,14 @@ class Reduce(Operation):
         _load(self._saved, payload)
         for tensor, saved in zip(self._tensors, self._saved, strict=True):
             tensor.copy_(saved)
+        if self._deliver is not None:
+            self._deliver()
+
+    @override
+    def echo(self, num_members: int) -> None:
+        if self._is_sum:
+            for tensor in self._tensors:
+                tensor.mul_(num_members)
         if self._deliver is not None:
             self._deliver()
 
@@ -250,6 +267,10 @@ class Gather(Operation):
         self._kept = payload
         if self.deliver is not None:
             self.deliver()
+
+    @override
+    def echo(self, num_members: int) -> None:
+        self.adopt([self._tensor.reshape(-1)] * num_members)
 
     @override
     def is_redoable(self, members: tuple[str, ...]) -> bool:
@@ -327,6 +348,12 @@ class Broadcast(Operation):
             self._deliver()
 
     @override
+    def echo(self, num_members: int) -> None:
+        if self._is_slotted:  # only the root has anything
+            super().echo(num_members)
+        self.adopt([self._flat])
+
+    @override
     def is_redoable(self, members: tuple[str, ...]) -> bool:
         if self._is_slotted and members != self.members:
             return False
@@ -377,6 +404,10 @@ class GatherBytes(Operation):
     def adopt(self, payload: list[Tensor]) -> None:
         self.entries = payload
 
+    @override
+    def echo(self, num_members: int) -> None:
+        self.entries = [self._data] * num_members
+
 
 class BroadcastBytes(Operation):
     """Everybody gets bytes of any length from the root; everybody can make them, so that the root may die.
@@ -421,6 +452,10 @@ class BroadcastBytes(Operation):
     @override
     def adopt(self, payload: list[Tensor]) -> None:
         (self.data,) = payload
+
+    @override
+    def echo(self, num_members: int) -> None:
+        self.data = torch.frombuffer(bytearray(self._make()), dtype=torch.uint8)
 
     @override
     def is_redoable(self, members: tuple[str, ...]) -> bool:

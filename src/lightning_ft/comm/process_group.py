@@ -230,6 +230,8 @@ class FaultTolerantProcessGroup(_Base):  # type: ignore[misc]
         )
 
     def _point_to_point(self, what: str, peer: int) -> Any:
+        if self.ring.is_outside:
+            raise MembershipChangedError(f"{what} with rank {peer} failed: this process has not been admitted yet")
         place, view = self.sequence.place, self.ring.view
         if place is None or view.is_severed or place.members != self.sequence.visible:
             raise self._changing_error(what, peer)

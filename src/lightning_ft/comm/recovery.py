@@ -10,9 +10,14 @@ from lightning_ft.comm.sequence import Settled
 
 @dataclasses.dataclass(slots=True)
 class Recovery:
-    """One recovery, over all its rounds. Durations in seconds."""
+    """One recovery, over all its rounds. Durations in seconds.
+
+    Attributes:
+        before: If it is no recovery but a boundary where others may join, the members before it; else empty.
+    """
 
     started_s: float
+    before: tuple[str, ...] = ()
     rounds: int = 0
     park_s: float = 0.0
     rebuild_s: float = 0.0

@@ -11,19 +11,25 @@ import logging
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
 
 from lightning_ft.child import end_at_once
 from lightning_ft.comm.gloo import CallerError, GlooTransport, RingBrokenError
 from lightning_ft.comm.live_view import LiveView
-from lightning_ft.comm.operations import Kind, Operation, Place
+from lightning_ft.comm.operations import Kind, Operation, Place, Reduce
 from lightning_ft.comm.recovery import Recovery, redone
 from lightning_ft.comm.sequence import CollectiveSequence, Settled
+from lightning_ft.comm.transfer import State, StateTransfer
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.activity import Activity
 from lightning_ft.coordinator.client import MembershipClient, NextView
-from lightning_ft.errors import FaultToleranceError
+from lightning_ft.errors import FaultToleranceError, LaunchError
 from lightning_ft.faultpoints import reach
+from lightning_ft.membership.settle import SettlePlan
 
 _log = logging.getLogger("lightning_ft")
 
@@ -31,6 +37,19 @@ _QUICK_ROUNDS = 8
 
 _BROKEN = (RingBrokenError, RuntimeError, ValueError, TypeError, LookupError)
 """What a collective raises that fails, because of a peer or because torch can't do it."""
+
+
+class Carrier(Protocol):
+    """A part of a process that keeps what the others' have agreed on since the job began: DDP's buckets."""
+
+    def prepare(self) -> None:
+        """Called on all members before a boundary where others may join; may run numbered collectives."""
+
+    def give(self) -> Any:
+        """Return what it is."""
+
+    def take(self, part: Any) -> None:
+        """Take it over from another member."""
 
 
 class Ring:
@@ -47,9 +66,20 @@ class Ring:
         step: Number of commits that are final here.
         on_renumbered: Called in the training thread when the visible members have changed.
         on_lost: Called in the training thread when this member can't go on, before the error is raised.
+        is_outside: This process asks to join a job that runs, and was not admitted yet: to its calls it gets the
+            answers that copies of itself would give.
+        is_admission_due: With a commit all members have learned that somebody waits to join.
     """
 
-    def __init__(self, client: MembershipClient, transport: GlooTransport, member: str, settings: Settings) -> None:
+    def __init__(
+        self,
+        client: MembershipClient,
+        transport: GlooTransport,
+        member: str,
+        settings: Settings,
+        *,
+        is_joiner: bool = False,
+    ) -> None:
         self.world = CollectiveSequence("world")
         self.member = member
         self.settings = settings
@@ -72,6 +102,10 @@ class Ring:
         self._num_made: dict[str, int] = {}
         self._suspects: tuple[str, ...] = ()
         self._is_closed = False
+        self._carriers: list[weakref.ref[Carrier]] = []
+        self._admit: Callable[[Place, SettlePlan], None] | None = None
+        self.is_outside = is_joiner
+        self.is_admission_due = False
         client.on_suspend = self._on_suspend
         client.on_leaving = self._on_leaving
         client.on_evicted = self._on_evicted
@@ -100,16 +134,98 @@ class Ring:
         """Return the members of a view that this member was in."""
         return self._views[generation]
 
-    def start(self) -> None:
-        """Connect and take part in the first view.
+    def start(self, expected: tuple[str, ...]) -> None:
+        """Connect and take part in the first view; a joiner only has itself and its copies until it joins.
+
+        Args:
+            expected: The members that the job started with.
 
         Raises:
             FaultToleranceError: There will be none for this member.
         """
+        if self.is_outside:  # not rank 0 whoever it is: it is none yet that writes for all
+            self.world.visible = (*(member for member in expected if member != self.member), self.member)
+            self.world.has_state = False
+            return
         self._client.start()
         with self._lock:
             self._recover("start")
             self._recovery = None
+
+    @property
+    def is_join_pending(self) -> bool:
+        """Whether somebody waits to join, and could: sub-groups can't be joined yet."""
+        return self._client.is_join_pending and not self._groups
+
+    def join(self, give: Callable[[], State], take: Callable[[State], None]) -> bool:
+        """Say that all slow work is done, wait until the members admit this process, and take the job's state.
+
+        Args:
+            give: Returns the state for later joiners, should others fail meanwhile.
+            take: Called with the job's state.
+
+        Returns: Whether it is a member now; False if the job ended before.
+
+        Raises:
+            FaultToleranceError: It was not admitted, or can't go on.
+        """
+        with self._lock:
+            self._client.start()
+            following = self._client.join()
+            if following is None:
+                self._is_closed = True
+                self._close()
+                return False
+            self.is_outside = False
+            self._pass_boundary(give, take, following)
+        return True
+
+    def admit(self, give: Callable[[], State], take: Callable[[State], None]) -> None:
+        """Let those join that wait, at a boundary that all members reach after the same commit. Arguments as `join`.
+
+        Raises:
+            FaultToleranceError: This member can't go on.
+        """
+        with self._lock:
+            self.is_admission_due = False
+            self._pass_boundary(give, take)
+
+    def carry(self, carrier: Carrier) -> None:
+        """Have something of a part of this process handed to joiners, for as long as that part lives."""
+        self._carriers.append(weakref.ref(carrier))
+
+    def _live_carriers(self) -> list[Carrier]:
+        return [carrier for reference in self._carriers if (carrier := reference()) is not None]
+
+    def _pass_boundary(
+        self, give: Callable[[], State], take: Callable[[State], None], following: NextView | None = None
+    ) -> None:
+        """Every member passes it once, with one number at its end: with it rank and world size follow the view."""
+        if self.world.last is not None:
+            self._complete(self.world, self.world.last)
+
+        def take_all(state: State) -> None:
+            step, carried, own = state.own
+            for carrier, part in zip(self._live_carriers(), carried, strict=True):
+                carrier.take(part)
+            take(State(state.replicated, own))
+            self.step = self._client.step = step
+
+        def give_all() -> State:
+            state = give()
+            return State(
+                state.replicated, (self.step, [carrier.give() for carrier in self._live_carriers()], state.own)
+            )
+
+        for carrier in self._live_carriers():
+            carrier.prepare()
+        self._admit = StateTransfer(give_all, take_all, self.activity.progress).run
+        self._recovery = Recovery(time.monotonic(), before=() if self._view is None else self._view.members)
+        try:
+            self._recover("join", following=following, admits=True)
+        finally:
+            self._admit = None
+        self.run(self.world, Reduce([torch.zeros(1)]))
 
     def submit(self, sequence: CollectiveSequence, operation: Operation) -> None:
         """Enter the next number of a sequence, after the one before it is final.
@@ -117,6 +233,11 @@ class Ring:
         Raises:
             FaultToleranceError: This member can't go on.
         """
+        if self.is_outside:
+            operation.echo(len(sequence.visible))
+            operation.final_members = sequence.visible
+            operation.is_final = True
+            return
         with self._lock, _caller_errors:
             visible = sequence.visible  # what the arguments were made for; finishing the last number may change it
             if sequence.last is not None:
@@ -163,6 +284,12 @@ class Ring:
         They must meet now, not at the first use: in a recovery, a member that has made the group waits there for one
         that has not, which would not come if it used the group only after a number that needs the waiting one.
         """
+        if self.is_outside:
+            raise LaunchError(
+                "making a sub-group failed: this process was started while the job ran, and a job that has sub-groups "
+                "can't be joined yet. Set respawn=False.",
+                member=self.member,
+            )
         with self._lock:
             members = tuple(self.world.visible[rank] for rank in ranks)
             number = self._num_made[name] = self._num_made.get(name, 0) + 1
@@ -323,7 +450,14 @@ class Ring:
             ranks = () if place is None else place.inner.broken_peers()
             self._recover("connection", tuple(self.view.members[rank] for rank in ranks))
 
-    def _recover(self, reason: str, suspects: tuple[str, ...] = ()) -> None:
+    def _recover(
+        self,
+        reason: str,
+        suspects: tuple[str, ...] = (),
+        *,
+        following: NextView | None = None,
+        admits: bool = False,
+    ) -> None:
         recovery = self._recovery = self._recovery or Recovery(time.monotonic())
         while True:
             recovery.rounds += 1
@@ -331,7 +465,8 @@ class Ring:
             self._break_view()
             reach("recover.park")
             started_s = time.monotonic()
-            view = self._take(self._park(reason, suspects))
+            view = self._take(following or self._park(reason, suspects, admits=admits))
+            following = None
             self.activity.start_anew()
             parked_s = time.monotonic()
             recovery.park_s += parked_s - started_s
@@ -346,9 +481,10 @@ class Ring:
                 continue
             return
 
-    def _park(self, reason: str, suspects: tuple[str, ...]) -> NextView:
+    def _park(self, reason: str, suspects: tuple[str, ...], *, admits: bool) -> NextView:
+        completed = self.world.completed if self.world.has_state else None
         with self._silent_if_lost():
-            return self._client.park(self.world.completed, reason, suspects=suspects)
+            return self._client.park(completed, reason, suspects=suspects, admits=admits)
 
     @contextlib.contextmanager
     def _silent_if_lost(self) -> Iterator[None]:
@@ -407,7 +543,7 @@ class Ring:
     def _settle(self, sequence: CollectiveSequence, place: Place, members_of: Callable[[int], tuple[str, ...]]) -> None:
         pending = sequence.pending
         try:
-            settled = sequence.settle(place, members_of)
+            settled = sequence.settle(place, members_of, self._admit if sequence is self.world else None)
         finally:  # what was adopted stays, even if settling has to be repeated
             if pending is not None and pending.is_final:
                 self._finalized(sequence, pending)
@@ -427,21 +563,27 @@ class Ring:
         return Place(inner, members, rank, view.generation)
 
     def _report_recovery(self) -> None:
-        recovery, settled, view = self._recovery, self._settled, self.view
+        recovery, settled = self._recovery, self._settled
         if recovery is None or settled is None:
             return
-        self._recovery = None
+        self._recovery, view = None, self.view
         if view.members[0] != self.member:
+            return
+        took = {
+            "latency_s": round(time.monotonic() - recovery.started_s, 6),
+            "park_s": round(recovery.park_s, 6),
+            "rebuild_s": round(recovery.rebuild_s, 6),
+            "settle_s": round(recovery.settle_s, 6),
+            "rounds": recovery.rounds,
+            "step": self._settled_step,
+        }
+        if joined := [member for member in view.members if recovery.before and member not in recovery.before]:
+            self.report("members_admitted", **took, joined=joined)
             return
         is_reduced = settled.kept is Kind.REDUCTION
         self.report(
             "recovered",
-            latency_s=round(time.monotonic() - recovery.started_s, 6),
-            park_s=round(recovery.park_s, 6),
-            rebuild_s=round(recovery.rebuild_s, 6),
-            settle_s=round(recovery.settle_s, 6),
-            rounds=recovery.rounds,
-            step=self._settled_step,
+            **took,
             redone=redone(settled),
             contributors=list(self.members_of(settled.kept_generation) if is_reduced else view.members),
         )

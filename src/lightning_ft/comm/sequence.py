@@ -48,6 +48,7 @@ class CollectiveSequence:
 
     Attributes:
         completed: The last final number.
+        has_state: Whether this member has what the numbers up to `completed` have made; not if it has just joined.
         visible: What rank and world size say to the caller: members of the view in which the last number that was
             shown became final.
         pending: The operation in number `completed + 1`, if this member is in it.
@@ -58,6 +59,7 @@ class CollectiveSequence:
     def __init__(self, name: str, visible: tuple[str, ...] = ()) -> None:
         self.name = name
         self.completed = 0
+        self.has_state = True
         self.visible = visible
         self.pending: Operation | None = None
         self.works: Sequence[dist.Work] | None = None
@@ -139,12 +141,18 @@ class CollectiveSequence:
         self._num_failures += 1
         self._failure = error
 
-    def settle(self, place: Place, members_of: Callable[[int], tuple[str, ...]]) -> Settled:
+    def settle(
+        self,
+        place: Place,
+        members_of: Callable[[int], tuple[str, ...]],
+        admit: Callable[[Place, SettlePlan], None] | None = None,
+    ) -> Settled:
         """Exchange, hand over, confirm (PROTOCOL.md#M3); afterwards all members stand at the same number.
 
         Args:
             place: Where this sequence goes on.
             members_of: This group's members in an earlier generation.
+            admit: Hands the job's state to those that have joined; None where nobody can.
 
         Raises:
             RuntimeError: A member failed; settle again in the next view. What was adopted stays.
@@ -153,10 +161,15 @@ class CollectiveSequence:
         reach("recover.exchange")
         rows = self._exchange(place)
         plan = plan_settling(
-            [Standing(completed=row[0], kept_is_void=bool(row[1]), kept_generation=row[2]) for row in rows]
+            [
+                Standing(completed=None if row[0] < 0 else row[0], kept_is_void=bool(row[1]), kept_generation=row[2])
+                for row in rows
+            ]
         )
         reach("recover.handover")
-        if plan.donor is not None:
+        if plan.joiners:
+            self._admit(plan, place, admit, max(row[2] for row in rows))
+        elif plan.donor is not None:
             generation = rows[plan.donor][2]
             self._hand_over(plan, generation, members_of(generation), place)
         reach("recover.confirm")
@@ -175,6 +188,20 @@ class CollectiveSequence:
             kept=kept,
             kept_generation=max(row[2] for row in ahead),
         )
+
+    def _admit(
+        self, plan: SettlePlan, place: Place, admit: Callable[[Place, SettlePlan], None] | None, kept_generation: int
+    ) -> None:
+        if admit is None or plan.donor is not None:
+            raise ProtocolViolationError(
+                f"establishing {self.name} failed: {place.members} holds joiners, but not all of its members stand at "
+                f"one boundary (completed={self.completed})",
+                generation=place.generation,
+            )
+        admit(place, plan)
+        if not self.has_state:  # from here on it stands where the others stand, whether they confirm it or not
+            self.completed, self.has_state = plan.target, True
+            self._first_generation = kept_generation
 
     def _finalize(self, operation: Operation, generation: int, members: tuple[str, ...]) -> None:
         if operation.is_void and operation.number == self._refused:
@@ -204,7 +231,7 @@ class CollectiveSequence:
         pending, kept = self.pending, self._kept
         own = torch.tensor(
             [
-                self.completed,
+                self.completed if self.has_state else -1,
                 int(kept is not None and kept.is_void),
                 self._first_generation if kept is None else kept.final_generation,
                 Kind.NONE if pending is None else pending.kind,

@@ -153,7 +153,9 @@ class MembershipClient:
         self._thread.start()
         ready.wait()
 
-    def park(self, completed: int | None, reason: str, *, admits: bool = False, suspects: tuple[str, ...] = ()) -> NextView:
+    def park(
+        self, completed: int | None, reason: str, *, admits: bool = False, suspects: tuple[str, ...] = ()
+    ) -> NextView:
         """Stop in the current view, and wait for a newer one.
 
         Args:

@@ -100,7 +100,9 @@ class Enrolment:
     def _waits_to_join(self) -> bool:
         return self._is_joiner and self.view.generation == 0
 
-    def park(self, completed: int | None, reason: str, *, admits: bool, suspects: tuple[str, ...] = ()) -> events.Parked:
+    def park(
+        self, completed: int | None, reason: str, *, admits: bool, suspects: tuple[str, ...] = ()
+    ) -> events.Parked:
         """Begin to wait for the view after the current one. Raises: ValueError, changing nothing."""
         peer = self.peer
         parked = events.Parked(peer.member, peer.incarnation, self.view.generation, completed, reason, admits, suspects)

@@ -333,7 +333,7 @@ class CoordinatorServer:
             return
         for effect in todo:
             if isinstance(effect, effects.Release) and self._state.phase is state.Phase.STOPPED:
-                self._ending.released.add((effect.member, self._incarnation(effect.member, event)))
+                self._note_released(effect)
         lines = [self._line(effect) for effect in todo if isinstance(effect, effects.Record)]
         if snapshot.is_decision(before, self._state):
             reach("decision.made")
@@ -372,6 +372,11 @@ class CoordinatorServer:
                 "lines": [*self._event_log.unwritten(), *lines],
             }
         )
+
+    def _note_released(self, release: effects.Release) -> None:
+        known = self._state.members.get(release.member)
+        if known is not None and known.incarnation == release.incarnation:  # else it came when the job had ended
+            self._ending.released.add((release.member, release.incarnation))
 
     def _execute(self, effect: effects.Effect, cause: events.Event) -> None:
         match effect:

@@ -44,6 +44,9 @@ logger = logging.getLogger("lightning_ft")
 TERMINATION_GRACE_TIME_S = 30.0
 """How long a child that is asked to end may take; as torchrun's."""
 
+_MAX_BACKOFF_S = 30.0
+"""The first restart is at once, the second after a second, then twice as late each time, up to this."""
+
 _MAX_STACKS = 64 * 1024
 _STACKS_PATIENCE_S = 0.5
 _STACKS_POLL_S = 0.01
@@ -137,6 +140,7 @@ class Agent:
         self._early_signals: list[signal.Signals] | None = []
         self._given_up = asyncio.Event()
         self._asked_to_stop = asyncio.Event()
+        self._is_ending = asyncio.Event()
         for name in unknown_variables(os.environ):
             logger.warning("the environment variable %s means nothing to lightning_ft; is it misspelt?", name)
         missing = [self._member(slot) for slot in range(num_slots) if self._member(slot) not in self._expected]
@@ -185,9 +189,12 @@ class Agent:
 
     def _start_children(self, endpoint: str, read_fd: int) -> None:
         common = self._common_environment(endpoint, read_fd)
+
+        def start(slot: int, incarnation: int) -> _Child:
+            return self._start_child(slot, incarnation, common, read_fd)
+
         for slot in range(self._num_slots):
-            child = self._start_child(slot, 1, common, read_fd)
-            self._watchers.add(asyncio.create_task(self._watch(child)))
+            self._watchers.add(asyncio.create_task(self._keep_running(start(slot, 1), start)))
 
     def _start_child(self, slot: int, incarnation: int, common: Mapping[str, str], read_fd: int) -> _Child:
         member = self._member(slot)
@@ -201,7 +208,7 @@ class Agent:
             **os.environ,
             **common,
             "LOCAL_RANK": str(slot),
-            "RANK": str(self._expected.index(member)),
+            "RANK": str(self._expected.index(member) if incarnation == 1 else len(self._expected) - 1),
             f"{ENV_PREFIX}MEMBER": member,
             f"{ENV_PREFIX}INCARNATION": str(incarnation),
             **self._env_for(slot),
@@ -247,8 +254,30 @@ class Agent:
             environment["OMP_NUM_THREADS"] = "1"
         return environment
 
-    async def _watch(self, child: _Child) -> None:
-        """Follow one child to its end. A respawn under the next incarnation belongs at the end of this."""
+    async def _keep_running(self, child: _Child, start: Callable[[int, int], _Child]) -> None:
+        """Follow a slot's child to its end, and start it again as often as it may be."""
+        while await self._watch(child) and self._may_restart(child):
+            pause_s = 0.0 if child.incarnation == 1 else min(_MAX_BACKOFF_S, 2.0 ** (child.incarnation - 2))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_ending.wait(), pause_s)
+            if self._may_restart(child):
+                logger.info(
+                    "[%s] starting it again (%d of %d)", child.member, child.incarnation, self._settings.max_restarts
+                )
+                try:
+                    child = start(child.slot, child.incarnation + 1)
+                except LaunchError:
+                    logger.exception("[%s] it stays away", child.member)
+                    return
+
+    def _may_restart(self, child: _Child) -> bool:
+        assert self._client is not None
+        is_wanted = self._settings.respawn and child.incarnation <= self._settings.max_restarts
+        is_over = self._client.stopped.is_set() or self._asked_to_stop.is_set() or self._is_ending.is_set()
+        return is_wanted and not is_over
+
+    async def _watch(self, child: _Child) -> bool:
+        """Follow a child to its end. Returns: Whether it failed."""
         status = await end_of(child.process)
         ended = events.Exited(child.member, child.incarnation, status, in_words(status), child.read_stacks())
         child.stacks.close()
@@ -257,6 +286,7 @@ class Agent:
         if self._client is not None:
             self._client.exited(ended)
         child.end_rest(signal.SIGKILL if status else signal.SIGTERM)
+        return status != 0
 
     async def _wait(self) -> None:
         """Stay until all children ended, or had their time to do so after there was nothing more to do for them."""
@@ -285,6 +315,7 @@ class Agent:
 
     async def _end_children(self) -> None:
         """Ask the children that are left to end, then make them."""
+        self._is_ending.set()
         if not self._watchers:
             return
         for child in self._alive():

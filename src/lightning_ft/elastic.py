@@ -1,0 +1,88 @@
+"""What a plain PyTorch loop keeps in step across the processes of a job, and hands to those that join it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+from lightning_ft.comm.transfer import State
+from lightning_ft.errors import LaunchError
+
+
+class ElasticState:
+    """The state of a training loop: what has a `state_dict`, and plain values.
+
+    Args:
+        **parts: By name. Modules and optimizers are taken to be bitwise the same on all ranks; everything else that has
+            `state_dict` and `load_state_dict` (schedulers, samplers), and plain values, comes from the first rank.
+
+    Each part is an attribute, to be read and, if it is a plain value, set:
+
+        state = lightning_ft.ElasticState(model=model, optimizer=optimizer, step=0)
+        while state.step < 1000:
+            state.boundary()
+            loss(model, batch_of(state.step)).backward()
+            optimizer.step()
+            state.step += 1
+    """
+
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+    def boundary(self) -> None:
+        """Let those join that wait for it; a process that was started while the job ran joins here itself.
+
+        All ranks must call it at the same place of the loop, between two steps.
+
+        Raises:
+            SystemExit: The job ended in peace before this process could join.
+            FaultToleranceError: This process was not admitted, or can't go on.
+        """
+        world = dist.group.WORLD
+        if not isinstance(world, FaultTolerantProcessGroup):
+            raise LaunchError("boundary() failed: torch.distributed.init_process_group('ft') must come first")
+        ring = world.ring
+        if ring.is_outside:
+            if not ring.join(self._give, self._take):
+                raise SystemExit(0)
+        elif ring.is_admission_due:
+            ring.admit(self._give, self._take)
+
+    def _give(self) -> State:
+        replicated, own = {}, {}
+        for name, part in self.__dict__.items():
+            if isinstance(part, torch.nn.Module | torch.optim.Optimizer):
+                replicated[name] = part.state_dict()
+            else:
+                own[name] = part.state_dict() if hasattr(part, "load_state_dict") else part
+        return State(replicated, (own, random_state()))
+
+    def _take(self, state: State) -> None:
+        own, randomness = state.own
+        for name, value in (state.replicated | own).items():
+            part = getattr(self, name)
+            if hasattr(part, "load_state_dict"):
+                part.load_state_dict(value)
+            else:
+                setattr(self, name, value)
+        set_random_state(randomness)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of the generators of Python, NumPy and torch."""
+    found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def set_random_state(found: dict[str, Any]) -> None:
+    """Continue with the generators of another process."""
+    random.setstate(found["python"])
+    torch.set_rng_state(found["torch"])
+    if "cuda" in found and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda"])
