@@ -167,14 +167,19 @@ def committed(job: Job, members: Sequence[str]) -> dict[int, tuple[str, ...]]:
     """Check that the members agree on every step, and return who contributed to each.
 
     Each step was committed once by each member that lived then, with the same contributors; all began it with bitwise
-    the same buffers, and ended it with bitwise the same weights.
+    the same buffers, and ended it with bitwise the same weights. Whoever came back began at the very next step, with
+    the weights that the others had.
     """
     contributors: dict[int, tuple[str, ...]] = {}
     hashes: dict[int, str] = {}
     for member in members:
         lines = job.records(member)
-        steps = [line["step"] for line in lines if line["event"] == "committed"]
-        assert steps == list(range(len(steps))), f"{member} committed {steps}\n{job.output()}"
+        starts = [index for index, line in enumerate(lines) if line["event"] == "start"]
+        for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+            steps = [line["step"] for line in lines[start:end] if line["event"] == "committed"]
+            first = next((line["step"] for line in lines[start:end] if line["event"] == "in"), 0)
+            assert steps == list(range(first, first + len(steps))), f"{member} committed {steps}\n{job.output()}"
+            assert start == 0 or not steps or first > 0, f"{member} did not join\n{job.output()}"
         for line in lines:
             if line["event"] == "committed":
                 assert line["index"] == line["step"], line
@@ -183,6 +188,10 @@ def committed(job: Job, members: Sequence[str]) -> dict[int, tuple[str, ...]]:
             if line["event"] == "step":
                 agreed_hash = hashes.setdefault(line["step"], line["hash"])
                 assert agreed_hash == line["hash"], f"{member} differs after step {line['step']}\n{job.output()}"
+    for member in members:
+        for line in job.records(member):
+            if line["event"] == "in" and line["step"]:
+                assert hashes[line["step"] - 1].startswith(line["hash"]), f"{member} joined with others\n{job.output()}"
     return contributors
 
 
@@ -196,6 +205,8 @@ def contributors_by_events(events: Sequence[Mapping[str, Any]], num_steps: int) 
             members = tuple(event["members"])
         if event["event"] == "recovered":
             told[event["step"]] = tuple(event["contributors"])
+            since.append((event["step"], members))
+        if event["event"] == "members_admitted":
             since.append((event["step"], members))
     result = {}
     for step in range(num_steps):

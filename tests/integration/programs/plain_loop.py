@@ -2,7 +2,10 @@
 
     plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static|checkpoint] [--hook fp16|bf16|powersgd]
                   [--optimizer sgd|adamw] [--accumulate N] [--sync-every N] [--bucket-view] [--slow MEMBER]
-                  [--stillborn MEMBER]
+                  [--stillborn MEMBER] [--full]
+
+With --full only those steps count that the whole job has done, so that it does not end before its dead are back; the
+others are done slowly, so that they are not too many.
 
 Each member appends JSON lines to OUT/<node>-<slot>.jsonl: for each step who contributed, and the weights' hash after.
 """
@@ -103,6 +106,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--bucket-view", action="store_true")
     parser.add_argument("--slow", default="", help="member that works longer for a step than the others")
     parser.add_argument("--stillborn", default="", help="member that dies before it joins")
+    parser.add_argument("--full", action="store_true")
     return parser.parse_args()
 
 
@@ -136,7 +140,7 @@ def register_hook(model: lightning_ft.FaultTolerantDDP, name: str) -> None:
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def main() -> None:
+def main() -> None:  # noqa: PLR0915
     """Run the loop."""
     arguments = _arguments()
     torch.set_num_threads(1)
@@ -167,7 +171,14 @@ def main() -> None:
     model.on_commit = commits.append
     buffers: list[str] = []  # as each forward finds them
     net.norm.register_forward_pre_hook(lambda module, _: buffers.append(tensors_hash(module.buffers())))
-    for step in range(arguments.steps):
+    state = lightning_ft.ElasticState(model=model, optimizer=optimizer, step=0, left=arguments.steps)
+    num_expected = dist.get_world_size()
+    while state.left:
+        state.boundary()
+        if not commits:
+            write(event="in", step=state.step, hash=weights_hash(net), world_size=dist.get_world_size())
+        step, is_full = state.step, dist.get_world_size() == num_expected or not arguments.full
+        time.sleep(0.0 if is_full else 0.05)
         optimizer.zero_grad()
         for part in range(arguments.accumulate):
             is_last = part == arguments.accumulate - 1
@@ -178,7 +189,7 @@ def main() -> None:
                 logits = model(x, is_side_used(arguments.model, member, step))
                 loss = torch.nn.functional.cross_entropy(logits, y) / arguments.accumulate
                 loss.backward()
-        assert len(commits) == step + 1, "each step commits once"
+        assert commits[-1].step == step, "each step commits once"
         write(event="committed", step=step, contributors=commits[-1].contributors, index=commits[-1].step)
         optimizer.step()
         digest = weights_hash(net) + buffers[-1]
@@ -188,6 +199,8 @@ def main() -> None:
             dist.all_reduce(total)
             write(event="all_reduce", step=step, value=total.item(), world_size=dist.get_world_size())
             dist.barrier()
+        state.step += 1
+        state.left -= is_full
     torch.save(net.state_dict(), arguments.out / f"{member.replace(chr(47), chr(45))}.pt")
     reductions = [found for found in gc.get_objects() if isinstance(found, GradientReduction)]
     held = holders(reductions.pop(), depth=14) if len(reductions) == 1 else []

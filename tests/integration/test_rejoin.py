@@ -1,0 +1,55 @@
+"""Members that died come back, catch up and train on with the others, in a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from tests.integration import jobs, reference
+from tests.integration.test_kill_points import check_weights
+
+MEMBERS = ("0/0", "0/1", "0/2", "0/3")
+RESPAWN = {"LIGHTNING_FT_RESPAWN": "1", "LIGHTNING_FT_MAX_RESTARTS": "5"}
+
+
+def check_full_again(job: jobs.Job, num_lost: int, **program: object) -> None:
+    """Check that a job kept every promise, and ended with all its members.
+
+    Args:
+        job: Of plain_loop.py with `--full`.
+        num_lost: How many processes died on the way.
+        **program: What `reference.final_weights` must know.
+    """
+    assert job.finish() == 0, job.output()
+    contributors = jobs.committed(job, MEMBERS)
+    assert sorted(contributors) == list(range(len(contributors)))
+    assert jobs.contributors_by_events(job.events(), len(contributors)) == contributors, job.output()
+    assert all(job.records(member)[-1]["event"] == "end" for member in MEMBERS), job.output()
+    assert {event["event"] for event in job.events()} & {"failed", "straggler_detected"} == set(), job.output()
+    assert sum(event["event"] == "failure_detected" for event in job.events()) == num_lost, job.output()
+    assert set(contributors[len(contributors) - 1]) == set(MEMBERS)
+    check_weights(job, MEMBERS, reference.final_weights(contributors, **program))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "program", [["--model", "mlp", "--optimizer", "adamw"], ["--model", "batchnorm"]], ids=["adamw", "batchnorm"]
+)
+def test_the_dead_come_back(tmp_path: pathlib.Path, program: list[str]) -> None:
+    """Two that die, rank 0 among them, are started again, get the state, and train on from the very next step."""
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@10; 0/0=commit.done@20"}
+    with jobs.running(tmp_path, 4, ["plain_loop.py", "40", "--full", *program], RESPAWN | faults) as job:
+        options = {name[2:]: value for name, value in zip(program[::2], program[1::2], strict=True)}
+        check_full_again(job, 2, **options)
+
+
+@pytest.mark.parametrize("point", ["sever", "park", "build", "exchange", "handover", "confirm"])
+@pytest.mark.parametrize("victim", ["0/0", "0/3", "0/1#2"], ids=["first donor", "last donor", "joiner"])
+def test_kill_in_an_admission(tmp_path: pathlib.Path, victim: str, point: str) -> None:
+    """Whoever dies at whatever point of an admission, the others go on, and all come back in the end."""
+    if victim == "0/1#2" and point == "park":
+        point = "exchange"  # a joiner does not park first
+    count = 1 if victim == "0/1#2" else 3  # the start, the death of 0/1, its return
+    faults = {"LIGHTNING_FT_FAIL_AT": f"0/1=commit.done@10; {victim}=recover.{point}@{count}"}
+    with jobs.running(tmp_path, 4, ["plain_loop.py", "20", "--full"], RESPAWN | faults) as job:
+        check_full_again(job, 2, model="mlp")
