@@ -57,6 +57,10 @@ def _parser() -> argparse.ArgumentParser:
         "--max-link-failures", type=int, metavar="N", help="how often a link may fail before one end is given up"
     )
     settings.add_argument("--evict-stragglers", action="store_true", default=None, help="give slow members up")
+    settings.add_argument(
+        "--respawn", action="store_true", default=None, help="start members again whose process failed"
+    )
+    settings.add_argument("--max-restarts", "--max_restarts", type=int, metavar="N", help="how often, for each member")
     settings.add_argument("--coordinator", metavar="HOST:PORT", help="where node 0's coordinator listens")
     settings.add_argument("--event-log", metavar="PATH", help="file that gets the event log")
     run.add_argument("script", metavar="SCRIPT")
@@ -72,6 +76,8 @@ _SETTINGS = (
     "timeout",
     "max_link_failures",
     "evict_stragglers",
+    "respawn",
+    "max_restarts",
     "coordinator",
     "event_log",
 )

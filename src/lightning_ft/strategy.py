@@ -110,6 +110,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             max_link_failures=max_link_failures,
             evict_stragglers=evict_stragglers,
         )
+        if self.settings.respawn:
+            raise ValueError("respawn is for plain PyTorch loops so far, not for ft_ddp; set respawn=False")
         takers = (DistributedDataParallel.__init__, DDPStrategy.__init__)
         known = {name for taker in takers for name in inspect.signature(taker).parameters}
         unknown = sorted(set(ddp_kwargs) - known)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import lightning_ft
+from lightning_ft.comm.recovery import Recovery
 from lightning_ft.config import ENV_PREFIX, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,8 @@ def emitted() -> dict[str, set[str]]:
                     func=ast.Attribute(attr=method), args=[ast.Constant(value=str(event)), *_], keywords=keywords
                 ) if method in WRITERS and re.fullmatch(r"[a-z]+(_[a-z]+)*", event):
                     fields = {keyword.arg for keyword in keywords if keyword.arg is not None}
+                    if any(keyword.arg is None and ast.unparse(keyword.value) == "facts" for keyword in keywords):
+                        fields |= set(Recovery(0.0).facts(0))
                     events.setdefault(event, set()).update(fields - COMMON_FIELDS)
     return {event: fields for event, fields in events.items() if event not in NOT_LOGGED}
 
@@ -62,8 +65,8 @@ def test_python_snippet_compiles_and_uses_what_exists(snippet: str) -> None:
 
 
 def test_readme_has_snippets() -> None:
-    """The snippets are found: with Lightning, with a configured strategy, in plain PyTorch."""
-    assert len(SNIPPETS) == 3
+    """The snippets are found: with Lightning, with a configured strategy, in plain PyTorch, with a state."""
+    assert len(SNIPPETS) == 4
 
 
 def test_settings_table_is_that_of_the_code() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 from lightning_ft.comm.operations import Kind
 from lightning_ft.comm.sequence import Settled
@@ -22,6 +23,17 @@ class Recovery:
     park_s: float = 0.0
     rebuild_s: float = 0.0
     settle_s: float = 0.0
+
+    def facts(self, step: int) -> dict[str, float | int]:
+        """Return what the event log says of it, now that it is over; `step`: how many were committed before."""
+        return {
+            "latency_s": round(time.monotonic() - self.started_s, 6),
+            "park_s": round(self.park_s, 6),
+            "rebuild_s": round(self.rebuild_s, 6),
+            "settle_s": round(self.settle_s, 6),
+            "rounds": self.rounds,
+            "step": step,
+        }
 
 
 def redone(settled: Settled) -> str:

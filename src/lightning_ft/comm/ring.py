@@ -569,21 +569,14 @@ class Ring:
         self._recovery, view = None, self.view
         if view.members[0] != self.member:
             return
-        took = {
-            "latency_s": round(time.monotonic() - recovery.started_s, 6),
-            "park_s": round(recovery.park_s, 6),
-            "rebuild_s": round(recovery.rebuild_s, 6),
-            "settle_s": round(recovery.settle_s, 6),
-            "rounds": recovery.rounds,
-            "step": self._settled_step,
-        }
+        facts = recovery.facts(self._settled_step)
         if joined := [member for member in view.members if recovery.before and member not in recovery.before]:
-            self.report("members_admitted", **took, joined=joined)
+            self.report("members_admitted", **facts, joined=joined)
             return
         is_reduced = settled.kept is Kind.REDUCTION
         self.report(
             "recovered",
-            **took,
+            **facts,
             redone=redone(settled),
             contributors=list(self.members_of(settled.kept_generation) if is_reduced else view.members),
         )

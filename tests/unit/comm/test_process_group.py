@@ -33,6 +33,7 @@ class SoloRing:
     """Runs the numbers of a group of one member, which nobody breaks."""
 
     member = "0/0"
+    is_outside = False
 
     def __init__(self, transport: GlooTransport) -> None:
         self.sequence = CollectiveSequence("world", (self.member,))
