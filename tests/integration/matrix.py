@@ -91,7 +91,7 @@ FAULTS = {
     "worker_exception": Promise(Outcome.LOST, ENDED, ("sanity_check", "first_step", "mid_epoch", "validation")),
     "worker_killed": Promise(Outcome.LOST, ENDED, ("sanity_check", "first_step", "mid_epoch", "validation")),
     "stop": Promise(Outcome.LOST, ("heartbeat",)),
-    "gil": Promise(Outcome.LOST, ("heartbeat",)),
+    "gil": Promise(Outcome.LOST, ("hang",)),
     "loop": Promise(Outcome.LOST, ("hang",)),
     "lock": Promise(Outcome.LOST, ("hang",)),
     "exit_0": Promise(Outcome.LEFT),

@@ -40,7 +40,7 @@ def test_members_that_hang_are_named_with_their_stacks(tmp_path: pathlib.Path) -
         assert {member: failure["cause"] for member, failure in failures.items()} == {
             "0/1": "hang",
             "0/3": "hang",
-            "0/0": "heartbeat",
+            "0/0": "hang",
             "0/4": "heartbeat",
         }
         assert {member: failure["doing"] for member, failure in failures.items() if failure["cause"] == "hang"} == {

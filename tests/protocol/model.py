@@ -56,6 +56,8 @@ class Member:
         pending: The number that it is in; kept over views until it is final.
         given: The last generation that it was given; `established` the last that it confirmed.
         is_stuck: Its training thread hangs, its monitor thread lives.
+        frozen: Neither of them runs.
+        is_computing: Though it is frozen, its agent sees it compute: its interpreter's lock is held.
     """
 
     def __init__(self, sim: Simulation, name: str, incarnation: int, *, last: int, is_joiner: bool) -> None:
@@ -79,6 +81,8 @@ class Member:
         self.port_open = True
         self.is_stuck = False
         self.frozen = False
+        self.is_computing = False
+        self.vouched_s = -math.inf
         self.backlog: list[object] = []
         self.outcome = ""
         self.plan: settle.SettlePlan | None = None

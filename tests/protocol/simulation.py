@@ -185,6 +185,11 @@ class Simulation:
         if "nothing was heard of it" in str(failure["detail"]):
             silent_s = self.now - process.renewed_s
             assert silent_s >= self.settings.heartbeat_timeout, f"{process.name} had a lease: {silent_s} s, {failure}"
+            if process.connection is not None:
+                mute_s = self.now - process.vouched_s
+                assert mute_s >= self.settings.heartbeat_timeout, (
+                    f"{process.name} was vouched for: {mute_s} s, {failure}"
+                )
 
     def _incarnation(self, effect: effects.Effect) -> int:
         assert not isinstance(effect, effects.Record)
@@ -309,7 +314,10 @@ class Simulation:
         for _ in range(self.random.choice([0, 1, 1, 2, 3, 4])):
             member = self.processes[self.random.choice(names), 1]
             fault = self.random.choice(
-                [self._kill, self._kill, self._freeze, self._cut, self._cut, self._hang, self._starve, self._crash]
+                [
+                    *(self._kill, self._kill, self._freeze, self._mute, self._cut, self._cut, self._hang),
+                    *(self._starve, self._crash),
+                ]
             )
             self.later(self.random.random() * span_s, lambda fault=fault, member=member: fault(member))
         for number in range(self.random.choice([0, 0, 1, 2])):
@@ -325,10 +333,21 @@ class Simulation:
             member.frozen = True
             self.later(self.random.random() * 20, lambda: self._thaw(member))
 
+    def _mute(self, member: Member) -> None:
+        self._freeze(member)
+        member.is_computing = True
+        self._vouch(member)
+
+    def _vouch(self, member: Member) -> None:
+        if member.alive and member.is_computing and member.name not in self.dead_agents:
+            member.vouched_s = self.now
+            self.post(events.Vouched(((member.name, member.incarnation),)))
+            self.later(1.0, lambda: self._vouch(member))
+
     def _thaw(self, member: Member) -> None:
         if member.alive and member.frozen:
             self.log(f"{member} is continued")
-            member.frozen = False
+            member.frozen = member.is_computing = False
             backlog, member.backlog = member.backlog, []
             for action in backlog:
                 self.at(member, action)  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ class AgentClient:
         node: Number of the agent's node.
         settings: The job's settings.
         on_kill: Called with (member, incarnation, reason) of a process to kill.
+        computing: Returns the running members that have computed since it was last called, with their incarnations.
 
     Attributes:
         stopped: Set once there will be no other view; `is_failed` if not because all members left in peace.
@@ -32,7 +33,14 @@ class AgentClient:
     """
 
     def __init__(
-        self, endpoint: str, token: str, node: int, settings: Settings, on_kill: Callable[[str, int, str], None]
+        self,
+        endpoint: str,
+        token: str,
+        node: int,
+        settings: Settings,
+        on_kill: Callable[[str, int, str], None],
+        *,
+        computing: Callable[[], tuple[tuple[str, int], ...]] = lambda: (),
     ) -> None:
         self._node = node
         self._on_kill = on_kill
@@ -52,7 +60,7 @@ class AgentClient:
             greet=self._greet,
             on_frame=self._on_frame,
             on_change=self._on_change,
-            heartbeat=lambda: wire.encode(wire.AgentHeartbeat()),
+            heartbeat=lambda: wire.encode(wire.AgentHeartbeat(computing())),
         )
         self._task: asyncio.Task[None] | None = None
 

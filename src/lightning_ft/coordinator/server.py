@@ -196,7 +196,10 @@ class CoordinatorServer:
             while (text := await connection.receive()) is not None:
                 message = _decode(text, wire.FROM_AGENT, None)
                 self._hear_agent(node)
-                if isinstance(message, events.Exited):
+                if isinstance(message, wire.AgentHeartbeat):
+                    if message.computing:
+                        self._apply(events.Vouched(message.computing))
+                elif isinstance(message, events.Exited):
                     self._on_exited(message, node)
                 elif isinstance(message, wire.AgentDone):
                     self._done.add(node)

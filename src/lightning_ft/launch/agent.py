@@ -35,7 +35,7 @@ from lightning_ft.coordinator.agent_client import AgentClient
 from lightning_ft.coordinator.ending import job_status
 from lightning_ft.errors import LaunchError
 from lightning_ft.launch.coordinator import CoordinatorProcess
-from lightning_ft.launch.status import end_of, in_words, is_stopped
+from lightning_ft.launch.status import Processor, end_of, in_words, is_stopped
 from lightning_ft.membership import events
 from lightning_ft.membership.ids import as_ranges, in_order
 
@@ -60,6 +60,7 @@ class _Child:
     slot: int
     incarnation: int
     process: subprocess.Popen[bytes]
+    processor: Processor
     stacks: IO[bytes]
 
     def read_stacks(self) -> str:
@@ -165,7 +166,9 @@ class Agent:
         with self._forwarded_signals(), _agent_pipe() as read_fd:
             try:
                 endpoint = self._start_coordinator()
-                self._client = AgentClient(endpoint, self._token, self._node, self._settings, self._kill)
+                self._client = AgentClient(
+                    endpoint, self._token, self._node, self._settings, self._kill, computing=self._computing
+                )
                 self._client.start()
                 try:
                     self._start_children(endpoint, read_fd)
@@ -222,7 +225,7 @@ class Agent:
             )
         except OSError as error:
             raise LaunchError(f"starting {member} failed: {error}. Check the command.", member=member) from error
-        child = _Child(member, slot, incarnation, process, stacks)
+        child = _Child(member, slot, incarnation, process, Processor(process.pid), stacks)
         self._children[member] = child
         if self._client is not None:
             self._client.started(member, incarnation)
@@ -348,6 +351,9 @@ class Agent:
 
     def _alive(self) -> list[_Child]:
         return [child for child in self._children.values() if child.process.returncode is None]
+
+    def _computing(self) -> tuple[tuple[str, int], ...]:
+        return tuple((child.member, child.incarnation) for child in self._alive() if child.processor.was_used())
 
     def _kill(self, member: str, incarnation: int, reason: str) -> None:
         child = self._children.get(member)

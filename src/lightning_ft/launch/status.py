@@ -22,11 +22,35 @@ def in_words(status: int) -> str:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped (SIGSTOP), so that it answers no signal (Linux; elsewhere False)."""
+    return _stat(pid)[0] in "Tt"
+
+
+class Processor:
+    """Whether a process uses the processor (Linux; elsewhere it never does).
+
+    Args:
+        pid: Of the process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._used = 0
+
+    def was_used(self) -> bool:
+        """Whether it has computed since the last call, or waits to be given the processor; not if it is stopped."""
+        state, used = _stat(self._pid)
+        before, self._used = self._used, used
+        return state not in "TtZX" and (used > before or state == "R")
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """Return a process's state letter, and the clock ticks that it has computed."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in "Tt"
+        return "X", 0
+    fields = stat.rpartition(")")[2].split()
+    return fields[0], int(fields[11]) + int(fields[12])
 
 
 async def end_of(process: subprocess.Popen[bytes]) -> int:

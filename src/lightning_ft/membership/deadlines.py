@@ -64,9 +64,16 @@ def _num_waiting(turn: Turn, timeout_s: float) -> int:
     return sum(
         member.status is Status.RUNNING
         and member.waits_since_s is not None
+        and not _is_mute(turn, member)
         and _last_word_s(member) - member.waits_since_s >= timeout_s
         for member in turn.state.members.scan()
     )
+
+
+def _is_mute(turn: Turn, member: Member) -> bool:
+    """Whether what a member last said is too old to be believed, though its process may be seen to compute."""
+    heard_s = member.last_heard_s
+    return heard_s is not None and turn.clock_s - heard_s >= turn.settings.heartbeat_timeout
 
 
 def _last_word_s(member: Member) -> float:
@@ -76,8 +83,10 @@ def _last_word_s(member: Member) -> float:
 
 def _silent(turn: Turn, member: Member) -> tuple[Cause, str] | None:
     limit_s = turn.settings.heartbeat_timeout
-    if member.last_heard_s is None or turn.clock_s - member.last_heard_s < limit_s:
+    if not _is_mute(turn, member):
         return None
+    if member.is_connected and member.vouched_s is not None and turn.clock_s - member.vouched_s < limit_s:
+        return None  # its interpreter's lock is held by something that works
     silent = f"nothing was heard of it for {limit_s:g} s"
     if member.is_connected:
         return Cause.HEARTBEAT, silent
@@ -90,12 +99,15 @@ def _absent(turn: Turn, member: Member, *, is_waited_for: bool) -> tuple[Cause, 
         return None
     if member.progress_s is None:
         return Cause.CONNECTION, "it did not connect in time"
-    idle_s = _last_word_s(member) - member.progress_s
+    is_mute = _is_mute(turn, member)
+    idle_s = (turn.clock_s if is_mute else _last_word_s(member)) - member.progress_s
     patience_s = turn.settings.longest_timeout if member.patience_s is None else member.patience_s
     # In a healthy view, whoever waits is held up by others; a suspended one has freed it.
-    if idle_s < patience_s or (turn.state.phase is Phase.HEALTHY and member.waits_since_s is not None):
+    is_held_up = turn.state.phase is Phase.HEALTHY and member.waits_since_s is not None and not is_mute
+    if idle_s < patience_s or is_held_up:
         return None
     doing = f" ({member.doing})" if member.doing else ""
+    doing += ", nor answered, though its process computes" if is_mute else ""
     return Cause.HANG, f"the others wait for it, and it has shown no progress for {idle_s:.3g} s{doing}"
 
 

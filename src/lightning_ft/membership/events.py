@@ -104,6 +104,17 @@ class Heartbeat:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Vouched:
+    """An agent sees that processes of its node compute, whether their interpreters come to say so or not.
+
+    Attributes:
+        processes: Members and incarnations.
+    """
+
+    processes: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Disconnected:
     """The member's connection broke; nothing is known yet of its process."""
 
@@ -141,4 +152,4 @@ class Tick:
     """Time passed; deadlines are judged only here."""
 
 
-Event = Hello | Parked | Leaving | Ready | Heartbeat | Disconnected | ProbeRefused | Exited | Tick
+Event = Hello | Parked | Leaving | Ready | Heartbeat | Vouched | Disconnected | ProbeRefused | Exited | Tick

@@ -146,6 +146,13 @@ def _on_heartbeat(turn: Turn, event: events.Heartbeat) -> None:
         turn.emit(effects.Acknowledge(event.member, event.sent_s))
 
 
+def _on_vouched(turn: Turn, event: events.Vouched) -> None:
+    for name, incarnation in event.processes:
+        member = turn.state.members.get(name)
+        if member is not None and member.incarnation == incarnation:
+            turn.put(member, vouched_s=turn.clock_s)
+
+
 def _on_ready(turn: Turn, event: events.Ready) -> None:
     if turn.state.phase is Phase.STOPPED:
         send_away(turn, event.member, event.incarnation)
@@ -320,6 +327,7 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.Leaving: _on_leaving,
     events.Ready: _on_ready,
     events.Heartbeat: _on_heartbeat,
+    events.Vouched: _on_vouched,
     events.Disconnected: _on_disconnected,
     events.ProbeRefused: _on_probe_refused,
     events.Exited: _on_exited,

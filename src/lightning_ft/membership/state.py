@@ -48,6 +48,7 @@ class Member:
         generation: Last view that holds it.
         is_connected: False from a drop of its connection until it is heard of again.
         last_heard_s: On the coordinator's clock; None until it said hello.
+        vouched_s: On the coordinator's clock, when its agent last saw it compute; None: not yet.
         has_state: Whether it holds the job's state: joiners do not, until they say so.
         completed: As it said when it parked or left; without meaning if it does not hold the state.
         admits: It parked where joiners may be admitted.
@@ -69,6 +70,7 @@ class Member:
     status: Status = Status.RUNNING
     is_connected: bool = False
     last_heard_s: float | None = None
+    vouched_s: float | None = None
     has_state: bool = True
     completed: int = 0
     admits: bool = False

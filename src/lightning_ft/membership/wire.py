@@ -76,7 +76,14 @@ class AgentHello:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AgentHeartbeat:
-    """The supervisor of a node is alive."""
+    """The supervisor of a node is alive.
+
+    Attributes:
+        computing: The members of its node whose processes have used the processor since it last said so, or wait for it
+            to be given to them; each with its incarnation.
+    """
+
+    computing: tuple[tuple[str, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -340,7 +347,7 @@ _SCHEMAS: tuple[_Schema, ...] = (
         events.Exited,
         {**_IDENTITY, "status": read.read_status, "detail": read.read_text, "stacks": read.read_text},
     ),
-    _schema("heartbeat", AgentHeartbeat, {}),
+    _schema("heartbeat", AgentHeartbeat, {"computing": read.read_incarnations}),
     _schema("done", AgentDone, {}),
     _schema("job_stopped", JobStopped, {"reason": read.read_text, "is_failed": read.read_flag}),
     _schema("job_ended", JobEnded, {"status": read.read_status}),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
 from driver import INTERVAL_S, SILENCE_S, TIMEOUT_S, Job
 
 from lightning_ft.membership import effects, events, wire
+from lightning_ft.membership.effects import Cause
 from lightning_ft.membership.events import Address
 from lightning_ft.membership.state import Phase, Status
 
@@ -211,6 +213,39 @@ def test_progress_is_no_hang() -> None:
     job.stands(A, waits=True)
     job.tick(5 * TIMEOUT_S, alive=(A, B))
     assert job.state.phase is Phase.HEALTHY
+
+
+def test_whoever_is_seen_to_compute_is_not_silent_but_may_hang() -> None:
+    """Something holds its interpreter's lock: it is given time, as one that answers and shows no progress."""
+    job = Job.running(A, B)
+    job.stands(B, waits=True, doing="reduction 4 of world")
+    job.heartbeat(B)
+    job.stands(A, waits=True)
+    for _ in range(int(TIMEOUT_S) - 1):
+        job.feed(events.Vouched(((B, 1), ("9/9", 1), (A, 7))))
+        job.tick(1.0, alive=(A,))
+        assert job.state.phase is Phase.HEALTHY
+    job.feed(events.Vouched(((B, 1),)))
+    job.tick(1.0, alive=(A,))
+    (failure,) = job.records("failure_detected")
+    assert (failure["member"], failure["cause"]) == (B, "hang")
+    assert str(failure["detail"]).endswith("(reduction 4 of world), nor answered, though its process computes")
+
+
+@pytest.mark.parametrize("is_dropped", [True, False], ids=["dropped", "no longer"])
+def test_whoever_is_not_seen_to_compute_any_more_is_silent(is_dropped: bool) -> None:
+    """Nor helps it one that has lost its connection: others can't reach it either."""
+    job = Job.running(A, B)
+    if is_dropped:
+        job.drop(B)
+    for _ in range(2):
+        job.feed(events.Vouched(((B, 1),)))
+        job.tick(1.0, alive=(A,))
+    for _ in range(int(SILENCE_S) + 1):
+        if is_dropped:
+            job.feed(events.Vouched(((B, 1),)))
+        job.tick(1.0, alive=(A,))
+    assert job.state.members[B].cause is (Cause.CONNECTION if is_dropped else Cause.HEARTBEAT)
 
 
 def test_nobody_waits_for_whoever_is_idle_alone() -> None:
