@@ -79,7 +79,7 @@ class Cursor:
         assert self.members, "a deal is for somebody"
         assert len(self.holes) == len(self.members), (len(self.holes), len(self.members))
         assert self.taken >= 0, self.taken
-        assert self.num_owed <= self.length, (self.num_owed, self.length)
+        assert _count(self.rest) <= self.length, (self.rest, self.length)
 
     @classmethod
     def begin(cls, length: int, members: Iterable[Member], *, drop_last: bool = False) -> Cursor:
@@ -165,14 +165,14 @@ class Cursor:
             )
         taken, rest = _split(self.rest, count * num_members)
         holes = self.holes
-        if contributors is not None:
+        if contributors is not None and contributors != self.members:
             present = self._present(contributors)
             if len(present) < num_members:
                 holes = tuple(
                     own if member in present else _joined((*own, *_every(taken, rank, num_members)))
                     for rank, (member, own) in enumerate(zip(self.members, self.holes, strict=True))
                 )
-        return dataclasses.replace(self, rest=rest, holes=holes, taken=self.taken + count)
+        return Cursor(self.length, self.members, self.drop_last, rest, holes, self.taken + count)
 
     def redeal(self, members: Iterable[Member]) -> Cursor:
         """Deal what is owed to these members; the cursor itself if it is dealt to them already and has no holes.

@@ -51,9 +51,9 @@ class ElasticDistributedSampler(DistributedSampler[int]):
     from the state of one that is in: `load_state_dict`, then `redeal` at the same boundary as all others.
 
     Iterators: each starts at what was recorded when it was made, and does not change the sampler. One that was made
-    before the samples were dealt again (`redeal`, another epoch, a loaded state) raises RuntimeError at its next
-    sample, or at once if it has none left, rather than end as if its epoch were over. A DataLoader may still hand out
-    batches that it had drawn by then: make a new iterator right after `redeal` returned True.
+    before the samples were dealt again (`redeal`, another epoch, a loaded state) and is not at its end raises
+    RuntimeError when it is asked for more, rather than end as if the epoch were over. A DataLoader may still hand out
+    what it had drawn by then: make a new iterator right after `redeal` returned True.
 
     Length: what this member has taken in the epoch plus what is left of its share, so that a loop that counts batches
     from the start of the epoch ends with it. It changes with `redeal`.
@@ -127,7 +127,7 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         return self._cursor.taken + self._cursor.num_left
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, unless it is the one that is under way already.
+        """Begin an epoch, unless it is the present one, which stays as it is, also if it is finished.
 
         Members are those of the last `redeal`; if they go by logical ids, those that the process group has now.
 
