@@ -8,6 +8,7 @@ import contextlib
 from lightning_ft.comm.backend import progress, register_backend
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.config import Settings
+from lightning_ft.data.sampler import ElasticDistributedSampler
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit, ft_ddp
 from lightning_ft.elastic import ElasticState
 from lightning_ft.errors import (
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CoordinatorLostError",
+    "ElasticDistributedSampler",
     "ElasticState",
     "EvictedError",
     "FaultToleranceError",

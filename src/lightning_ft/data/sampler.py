@@ -37,14 +37,17 @@ class ElasticDistributedSampler(DistributedSampler[int]):
     ```python
     sampler = ElasticDistributedSampler(dataset)  # after init_process_group("ft")
     loader = DataLoader(dataset, batch_size=32, sampler=sampler)
-    for epoch in range(num_epochs):
-        sampler.set_epoch(epoch)
-        while sampler.num_left:
+    state = ElasticState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
+    while state.epoch < num_epochs:
+        sampler.set_epoch(state.epoch)
+        while sampler.redeal() or sampler.num_left:
             for batch in loader:
+                state.boundary()  # members may join here
+                if sampler.redeal():  # members died, left or joined: this batch may be another's now
+                    break
                 contributors = train(batch)  # StepCommit.contributors, which FaultTolerantDDP.on_commit was given
                 sampler.record_batch(len(batch), contributors)
-                if sampler.redeal():  # members died, left or joined: this iterator's batches are others' now
-                    break
+        state.epoch += 1
     ```
 
     All members must make the same calls of `set_epoch`, `record_batch` and `redeal` at the same steps. A joiner starts
@@ -100,7 +103,7 @@ class ElasticDistributedSampler(DistributedSampler[int]):
             members, self.member = world.members, world.ring.member
         self._permutation: torch.Tensor | None = None
         self._permutation_of = (0, 0)
-        self._num_deals = 0
+        self._num_deals = self._iterated_deal = 0
         self._open_blocks: dict[int, list[int]] = {}
         self._deal(Cursor.begin(self._dataset_length(), members, drop_last=drop_last), self.member, self.epoch)
 
@@ -121,6 +124,7 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         if cursor.taken and not cursor.num_left:
             advice = "call set_epoch" if cursor.is_finished else "samples of lost members are owed, call redeal"
             _log.warning("[%s] nothing is left of this share of epoch %d: %s", self.member, self.epoch, advice)
+        self._iterated_deal = self._num_deals
         return itertools.chain.from_iterable(self._blocks(cursor.share(self.member), self._num_deals))
 
     def __len__(self) -> int:
@@ -172,8 +176,9 @@ class ElasticDistributedSampler(DistributedSampler[int]):
             members: In rank order, the own included. Default: those of the process group of backend `ft`.
             member: Own id among them, if it is not the present one (`self.member`).
 
-        Returns: Whether anything is dealt otherwise than before, so that iterators must be made anew. False if the
-            members are the same and none of them missed a step.
+        Returns: Whether anything is dealt otherwise than when the last iterator was made, so that it must be made anew:
+            by this call, or by a state that was loaded since. False if the members are the same and none of them missed
+            a step.
 
         Raises:
             ValueError: There is no such process group; no or equal members; the own is not among them. Nothing changed.
@@ -188,10 +193,9 @@ class ElasticDistributedSampler(DistributedSampler[int]):
                 )
             members, own = world.members, world.ring.member
         cursor = self._cursor.redeal(members)
-        if cursor is self._cursor and own == self.member:
-            return False
-        self._deal(cursor, own, self.epoch)
-        return True
+        if cursor is not self._cursor or own != self.member:
+            self._deal(cursor, own, self.epoch)
+        return self._num_deals != self._iterated_deal
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the recorded steps consumed of the epoch, as what JSON can hold; the same on all members."""

@@ -502,6 +502,8 @@ def test_redeal_takes_the_groups_members(world: FaultTolerantProcessGroup) -> No
     sampler.record_batch(4, ("0/1", "1/0"))
     renumber(world, ["0/1", "1/0"])
     assert sampler.redeal()
+    assert sampler.redeal(), "until the iterators are made anew"
+    iter(sampler)
     assert not sampler.redeal()
     assert (sampler.rank, sampler.num_replicas) == (0, 2)
     assert len(sampler) == 4 + 46
@@ -585,3 +587,14 @@ def test_worker_loader_raises_after_a_new_deal() -> None:
     sampler.redeal([0])
     with pytest.raises(RuntimeError, match="dealt again"):
         next(iterator)
+
+
+def test_a_loaded_state_makes_iterators_stale() -> None:
+    """Whoever joins has drawn from a deal of its own: even if the members are the same, it must draw anew."""
+    donor, joiner = (ElasticDistributedSampler(Numbers(100), 2, rank) for rank in range(2))
+    iter(joiner)
+    donor.record_batch(8)
+    joiner.load_state_dict(donor.state_dict())
+    assert joiner.redeal((0, 1))
+    iter(joiner)
+    assert not joiner.redeal((0, 1))

@@ -1,0 +1,74 @@
+"""Each sample is trained on once in an epoch, whoever dies and comes back meanwhile, in real jobs."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+
+import pytest
+
+from tests.integration import jobs
+
+RESPAWN = {"LIGHTNING_FT_RESPAWN": "1"}
+
+
+def consumed(job: jobs.Job, num_members: int) -> dict[int, collections.Counter[int]]:
+    """Return how often each sample was in a committed step, for each epoch.
+
+    What a member drew for a step counts if the step's contributors, on which all agree, have it among them.
+    """
+    members = [f"0/{slot}" for slot in range(num_members)]
+    contributors: dict[int, list[str]] = {}
+    drawn: dict[tuple[str, int], tuple[int, list[int]]] = {}
+    for member in members:
+        for line in job.records(member):
+            if line["event"] == "draws":
+                drawn[member, line["step"]] = line["epoch"], line["ids"]
+            if line["event"] == "committed":
+                agreed = contributors.setdefault(line["step"], line["contributors"])
+                assert agreed == line["contributors"], f"{member} {line}\n{job.output()}"
+    assert sorted(contributors) == list(range(len(contributors)))
+    epochs: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+    for step, present in contributors.items():
+        for member in present:
+            epoch, ids = drawn[member, step]
+            epochs[epoch].update(ids)
+    return epochs
+
+
+def check(job: jobs.Job, num_members: int, length: int, num_epochs: int, max_padding: int) -> None:
+    """Check that each epoch has consumed each sample once, and some that fill up its end twice."""
+    assert job.finish() == 0, job.output()
+    epochs = consumed(job, num_members)
+    assert sorted(epochs) == list(range(num_epochs))
+    for epoch, counts in epochs.items():
+        assert set(counts) == set(range(length)), f"epoch {epoch} lacks {set(range(length)) - set(counts)}"
+        assert sum(counts.values()) - length <= max_padding, f"epoch {epoch} repeats {counts.most_common(9)}"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_data_of_the_dead_are_dealt_to_the_others(tmp_path: pathlib.Path, num_workers: int) -> None:
+    """4 -> 3 -> 2 ranks over 1003 samples, with prefetching and without: in each of two epochs each sample once."""
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@10; 0/0=reduction.issued@30"}
+    program = ["sampled_loop.py", "1003", "2", "--workers", str(num_workers)]
+    with jobs.running(tmp_path, 4, program, faults) as job:
+        check(job, 4, 1003, 2, max_padding=3)
+
+
+def test_whoever_comes_back_is_dealt_data_in_the_same_epoch(tmp_path: pathlib.Path) -> None:
+    """4 -> 3 -> 4 ranks over 1003 samples, and the whole next epoch."""
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@10"}
+    program = ["sampled_loop.py", "1003", "2", "--hold", "30"]
+    with jobs.running(tmp_path, 4, program, RESPAWN | faults) as job:
+        check(job, 4, 1003, 2, max_padding=3)
+        assert job.records("0/1")[-1] == {"time": job.records("0/1")[-1]["time"], "event": "end", "world_size": 4}
+        epochs = {line["epoch"] for line in job.records("0/1") if line["event"] == "draws"}
+        assert epochs == {0, 1}, "it was back before the first epoch had ended"
+
+
+def test_death_and_return_at_every_place_of_an_epoch(tmp_path: pathlib.Path) -> None:
+    """A death in the first step of an epoch and in its last, and two at once, lose no sample and repeat none."""
+    # 4 ranks, 256 samples, batches of 4: 16 steps in an epoch as long as nobody dies
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/3=commit.enter@16; 0/1=commit.enter@17; 0/2=commit.enter@17"}
+    with jobs.running(tmp_path, 4, ["sampled_loop.py", "256", "3"], faults) as job:
+        check(job, 4, 256, 3, max_padding=6)
