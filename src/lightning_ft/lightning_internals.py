@@ -4,16 +4,12 @@ Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if
 `trainer.connectors.data_connector._InfiniteBarrier`, `_TrainingEpochLoop._broadcast_sigterm_tensor`,
 `on_advance_end` and `_skip_next_val`,
 `_SignalConnector._sigterm_notifier_fn`, `_register_signal` and `received_sigterm`,
-`_FitLoop._combined_loader`, `setup_data` and `on_advance_end`,
-`_EvaluationLoop._combined_loader`, `setup_data` and `_on_evaluation_end`, `_PredictionLoop._combined_loader`,
-`setup_data` and `_on_predict_end`, `rank_zero_only.rank`, and in
+`_TrainingEpochLoop.advance`, `rank_zero_only.rank`, and in
 `fabric.strategies.launchers.subprocess_script` `_basic_subprocess_cmd` and `_hydra_subprocess_cmd`.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import signal
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -26,9 +22,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DistributedSampler
 
-from lightning_ft.comm.backend import progress
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 
 
@@ -118,74 +112,20 @@ def take_stop_signals(
     loop.on_advance_end = stop_if_agreed  # type: ignore[method-assign]
 
 
-class DataRefresher:
-    """Deals an epoch's data among the ranks there are when it begins.
-
-    An epoch that is under way keeps its deal; the next one is dealt anew, with the right lengths.
+def around_each_batch(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Have functions called before and after each batch of a fit: after all that belongs to the one before it.
 
     Args:
-        trainer: Its loops are changed.
-        on_dealt: Called before a loop's data are dealt, if they are.
-        on_evaluated: Called with `validation`, `test` or `predict` when the results of one are complete, before
-            anybody acts on them.
+        trainer: Its training loop is changed.
+        before: Called before the batch is drawn; validations and the ends of epochs are over.
+        after: Called when the batch's own hooks are over; not if it raised.
     """
+    loop = trainer.fit_loop.epoch_loop
+    original = loop.advance
 
-    def __init__(self, trainer: Trainer, on_dealt: Callable[[], None], on_evaluated: Callable[[str], None]) -> None:
-        self._stale: set[int] = set()
-        self._on_dealt = on_dealt
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        evaluations = {
-            "validation": (validation, trainer.validate_loop),
-            "test": (trainer.test_loop,),
-            "predict": (trainer.predict_loop,),
-        }
-        self._loops: list[Any] = [trainer.fit_loop]
-        end_of_epoch = functools.partial(progress, "the end of an epoch")
-        trainer.fit_loop.on_advance_end = _after(end_of_epoch, trainer.fit_loop.on_advance_end)  # type: ignore[method-assign]
-        for stage, loops in evaluations.items():
-            for loop in loops:
-                self._loops.append(loop)
-                end = "_on_predict_end" if stage == "predict" else "_on_evaluation_end"
-                setattr(loop, end, _after(functools.partial(on_evaluated, stage), getattr(loop, end)))
-        for loop in self._loops:
-            self._wrap(loop)
+    def advance(data_fetcher: Any) -> None:
+        before()
+        original(data_fetcher)
+        after()
 
-    def ranks_changed(self) -> None:
-        """The ranks are others from here on."""
-        self._stale = {id(loop) for loop in self._loops}
-
-    def _wrap(self, loop: Any) -> None:
-        original = loop.setup_data
-
-        def setup_data() -> None:
-            self._on_dealt()
-            if id(loop) in self._stale:
-                self._stale.discard(id(loop))
-                if loop._combined_loader is not None:
-                    for loader in loop._combined_loader.flattened:
-                        sampler = getattr(loader, "sampler", None)
-                        if isinstance(sampler, DistributedSampler):
-                            renumber_sampler(sampler, dist.get_rank(), dist.get_world_size())
-                    loop._combined_loader = None
-            original()
-
-        loop.setup_data = setup_data
-
-
-def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
-    def both(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return then(*args, **kwargs)
-
-    return both
-
-
-def renumber_sampler(sampler: DistributedSampler[Any], rank: int, num_replicas: int) -> None:
-    """Give a sampler that a user holds on to other ranks, by its constructor's arithmetic."""
-    sampler.rank, sampler.num_replicas = rank, num_replicas
-    length = len(sampler.dataset)  # type: ignore[arg-type]
-    if sampler.drop_last and length % num_replicas:
-        sampler.num_samples = math.ceil((length - num_replicas) / num_replicas)
-    else:
-        sampler.num_samples = math.ceil(length / num_replicas)
-    sampler.total_size = sampler.num_samples * num_replicas
+    loop.advance = advance  # type: ignore[method-assign]

@@ -30,10 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_ft import lightning_internals, promotion
+from lightning_ft import lightning_data, lightning_internals, promotion, rejoin
 from lightning_ft.child import watch_agent
 from lightning_ft.comm.backend import confirm_membership, progress, register_backend
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+from lightning_ft.comm.transfer import State
 from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.faultpoints import reach
@@ -110,8 +111,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             max_link_failures=max_link_failures,
             evict_stragglers=evict_stragglers,
         )
-        if self.settings.respawn:
-            raise ValueError("respawn is for plain PyTorch loops so far, not for ft_ddp; set respawn=False")
         takers = (DistributedDataParallel.__init__, DDPStrategy.__init__)
         known = {name for taker in takers for name in inspect.signature(taker).parameters}
         unknown = sorted(set(ddp_kwargs) - known)
@@ -133,7 +132,9 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             **ddp_kwargs,
         )
         self._trainer: Trainer | None = None
-        self._data: lightning_internals.DataRefresher | None = None
+        self._data: lightning_data.DataRefresher | None = None
+        self._epoch_data: lightning_data.EpochData | None = None
+        self._num_fits = 0
         self._is_promoted = False
         self._is_stopping = False
         self._own_stop_signal: signal.Signals | None = None
@@ -220,13 +221,19 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             return
         self._trainer = trainer
         if self._data is None:
-            self._data = lightning_internals.DataRefresher(trainer, self._on_dealt, self._on_evaluated)
+            lightning_data.use_elastic_samplers()
+            self._data = lightning_data.DataRefresher(trainer, self._on_dealt, self._on_evaluated)
+            self._epoch_data = lightning_data.EpochData(trainer)
+            lightning_internals.around_each_batch(trainer, self._before_batch, self._epoch_data.after_batch)
             lightning_internals.take_stop_signals(
                 trainer, self._on_stop_signal, self._stop_reason, self._catch_up_on_signal
             )
         promotion.prepare(trainer, self.broadcast)
         self._tell_log_directory(trainer)
+        if self._is_outside:
+            trainer.num_sanity_val_steps = 0
         if trainer.state.fn == TrainerFn.FITTING:
+            self._num_fits += 1
             super().setup(trainer)
         else:
             self._setup_evaluation(trainer)
@@ -316,6 +323,49 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     def _on_commit(self, commit: StepCommit) -> None:
         self._is_stopping |= commit.stop_requests > 0
+        if self._epoch_data is not None:
+            self._epoch_data.on_commit(commit.contributors)
+
+    # -- coming back ------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_outside(self) -> bool:
+        return self.group is not None and self.group.ring.is_outside
+
+    def _before_batch(self) -> None:
+        """Let those join that wait; in a process that was started while the job ran, join before the first batch."""
+        assert self._epoch_data is not None
+        if self._is_outside:
+            self._join()
+        elif self.group is not None and self.group.ring.is_admission_due and self._epoch_data.is_at_boundary:
+            self.group.ring.admit(self._give, self._take)
+        self._epoch_data.before_batch()
+
+    def _join(self) -> None:
+        assert self.group is not None
+        if not self.group.ring.join(self._give, self._take):
+            raise SystemExit(0)  # all the others have ended
+        if self._data is not None:
+            self._data.ranks_changed()
+        if self._epoch_data is not None:
+            self._epoch_data.joined()
+
+    def _give(self) -> State:
+        assert self._trainer is not None
+        assert self._epoch_data is not None
+        deal = self._epoch_data.deal
+        assert deal is not None, "nobody is admitted where the data can't be dealt anew"
+        state = rejoin.dump(self._trainer, deal.sampler.state_dict())
+        return State(state.replicated, (self._num_fits, state.own))
+
+    def _take(self, state: State) -> None:
+        num_fits, own = state.own
+        assert self._trainer is not None
+        assert self._epoch_data is not None
+        deal = self._epoch_data.deal
+        if deal is None or num_fits != self._num_fits:
+            raise ValueError(f"the job is in its fit number {num_fits}, this process in number {self._num_fits}")
+        deal.sampler.load_state_dict(rejoin.restore(self._trainer, State(state.replicated, own)))
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         """Called in the signal handler: in a fit, only note it."""

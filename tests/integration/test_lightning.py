@@ -134,7 +134,7 @@ def test_kill_at_points_of_a_fit(tmp_path: pathlib.Path, points: list[str]) -> N
         batches = check_run(job, 4, survivors)
         lost = {event["member"] for event in job.events() if event["event"] == "failure_detected"}
         assert lost == set(_members(4)) - survivors, job.output()
-        _check_deal(job, batches, survivors)
+        check_data(job, 4, 3)
         rows = log_rows(job)
         logged = [int(row["step"]) for row in rows if row["loss"]]
         assert logged == sorted(set(logged)), "no line twice"
@@ -154,26 +154,24 @@ def test_kill_at_points_of_a_fit(tmp_path: pathlib.Path, points: list[str]) -> N
             assert len({str(metrics) for metrics in seen.values()}) == 1, "all survivors have the same metrics"
 
 
-def _check_deal(job: jobs.Job, batches: dict[str, list[dict[str, Any]]], survivors: set[str]) -> None:
-    """An epoch that nobody died in was dealt to those who were there, whole; and their ranks are counted anew."""
-    for epoch in range(3):
-        present = [member for member in batches if any(line["epoch"] == epoch for line in batches[member])]
-        if set(present) != survivors:
-            continue
-        lines = [[line for line in batches[member] if line["epoch"] == epoch] for member in present]
-        for position, member in enumerate(present):
-            assert (lines[position][-1]["rank"], lines[position][-1]["world_size"]) == (position, len(present)), member
-        if lines[0][0]["world_size"] == len(present):
-            steps = {line["step"] - 1 for line in lines[0]}
-            seen = [
-                index
-                for member in present
-                for line in job.records(member)
-                if line["event"] == "training_step" and line["step"] in steps
-                for index in line["index"]
-            ]
-            assert set(seen) == set(range(480)), f"epoch {epoch}"
-            assert len(seen) < 480 + len(present), "nothing but the sampler's padding twice"
+def check_data(job: jobs.Job, num: int, num_epochs: int, max_padding: int = 6) -> None:
+    """Check that each epoch of a fit has trained on each sample once, by what the event log says of contributors."""
+    lines = [line for member in _members(num) for line in job.records(member)]
+    epoch_of = {line["step"] - 1: line["epoch"] for line in lines if line["event"] == "batch"}
+    drawn = {
+        (member, line["step"]): line["index"]
+        for member in _members(num)
+        for line in job.records(member)
+        if line["event"] == "training_step"
+    }
+    contributors = jobs.contributors_by_events(job.events(), len(epoch_of))
+    seen: dict[int, list[int]] = {epoch: [] for epoch in range(num_epochs)}
+    for step, epoch in epoch_of.items():
+        for member in contributors[step]:
+            seen[epoch] += drawn[member, step]
+    for epoch, indices in seen.items():
+        assert set(indices) == set(range(480)), f"epoch {epoch} lacks {set(range(480)) - set(indices)}\n{job.output()}"
+        assert len(indices) <= 480 + max_padding, f"epoch {epoch} has {len(indices)} samples\n{job.output()}"
 
 
 def test_two_at_once_and_all_but_one(tmp_path: pathlib.Path) -> None:

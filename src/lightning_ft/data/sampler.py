@@ -151,6 +151,11 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         return self._cursor.num_left
 
     @property
+    def num_deals(self) -> int:
+        """How often samples were dealt: epochs and loaded states included."""
+        return self._num_deals
+
+    @property
     def members(self) -> tuple[Member, ...]:
         """Whom the present deal is for, in rank order."""
         return self._cursor.members

@@ -1,10 +1,11 @@
 """A small Lightning run that writes down everything a checker needs.
 
     lightning_fit.py OUT [--strategy ft_ddp|ddp] [--devices N] [--case NAME]... [--epochs N] [--workers N]
-                     [--logger csv|tensorboard] [--test] [--predict] [--skip-fit]
+                     [--logger csv|tensorboard] [--test] [--predict] [--skip-fit] [--hold]
 
 Cases train one after the other in the same processes: `adamw`, `batchnorm`, `accumulate`, `manual`, `hook`. Each member
-appends JSON lines to OUT/<node>-<slot>.jsonl; rank 0 saves OUT/<case>.pt.
+appends JSON lines to OUT/<node>-<slot>.jsonl; rank 0 saves OUT/<case>.pt. With --hold the batches are slow while ranks
+are missing, so that these are back before the fit ends.
 """
 
 from __future__ import annotations
@@ -103,8 +104,14 @@ def make_strategy(name: str, case: str) -> str | Strategy:
 class Recorder(L.Callback):
     """Writes the weights' hash after every step, and what the trainer thinks of it."""
 
-    def __init__(self, write: Any) -> None:
+    def __init__(self, write: Any, num_wanted: int) -> None:
         self.write = write
+        self.num_wanted = num_wanted
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Classifier, batch: Any, batch_idx: int) -> None:
+        """Give whoever is missing time to come back."""
+        if trainer.world_size < self.num_wanted:
+            time.sleep(0.1)
 
     def on_fit_start(self, trainer: L.Trainer, module: Classifier) -> None:
         """Called in members only: the agent never gets here."""
@@ -147,6 +154,7 @@ def main() -> None:
     parser.add_argument("--test", action="store_true")
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--skip-fit", action="store_true")
+    parser.add_argument("--hold", action="store_true")
     arguments = parser.parse_args()
     slot = os.environ.get("LOCAL_RANK", "0")
     log = (arguments.out / f"0-{slot}.jsonl").open("a")
@@ -170,7 +178,7 @@ def main() -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=[
-                Recorder(write),
+                Recorder(write, arguments.devices if arguments.hold else 0),
                 ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{step}"),
             ],
         )

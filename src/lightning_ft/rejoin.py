@@ -1,0 +1,87 @@
+"""The state of a fit, from the ranks that have it to one that joins them.
+
+Read in lightning 2.6.6 (tests/unit/test_rejoin.py fails clearly if it changes): `_CheckpointConnector.dump_checkpoint`,
+`_loaded_checkpoint`, `restore_datamodule`, `restore_model`, `restore_callbacks` and `restore_training_state`; `_Loop`'s
+`_restarting`, `_loaded_from_state_dict` and `_resuming_from_checkpoint`; `_LoggerConnector._callback_metrics`;
+`_FitLoop._last_train_dl_reload_epoch`; `_version` of loggers; of ModelCheckpoint what `_OF_CHECKPOINTS` names: its own
+state lacks it, but what it decides depends on it, and all ranks must decide alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.loop import _Loop
+
+from lightning_ft.comm.transfer import State
+from lightning_ft.elastic import random_state, set_random_state
+
+_REPLICATED = ("state_dict", "optimizer_states")
+_OF_CHECKPOINTS = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+
+
+def dump(trainer: Trainer, sampler: dict[str, Any]) -> State:
+    """Return what a rank needs to go on at this batch; tensors are not copied.
+
+    Args:
+        trainer: In a fit, before a batch is drawn.
+        sampler: State of what deals the data.
+    """
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    replicated = {name: checkpoint.pop(name) for name in _REPLICATED}
+    own = {
+        "checkpoint": checkpoint,
+        "sampler": sampler,
+        "versions": [vars(logger).get("_version") for logger in trainer.loggers],
+        "checkpoints": [_of_checkpoints(callback) for callback in trainer.checkpoint_callbacks],
+        "metrics": dict(trainer._logger_connector._callback_metrics),
+        "should_stop": trainer.should_stop,
+        "last_reload": trainer.fit_loop._last_train_dl_reload_epoch,
+        "random": random_state(),
+    }
+    return State(replicated, own)
+
+
+def restore(trainer: Trainer, state: State) -> dict[str, Any]:
+    """Take over what another rank dumped; the loops go on as if they had never been elsewhere.
+
+    Args:
+        trainer: In a fit, before its first batch is drawn.
+        state: From `dump`.
+
+    Returns: State of what deals the data.
+    """
+    own = state.own
+    # Not strict: a script may give rank 0 more loggers or callbacks than the others.
+    for logger, version in zip(trainer.loggers, own["versions"], strict=False):
+        if version is not None:
+            vars(logger)["_version"] = version
+    for callback, values in zip(trainer.checkpoint_callbacks, own["checkpoints"], strict=False):
+        vars(callback).update(values)  # before its state: that is forgotten if the directory is another
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = {**own["checkpoint"], **state.replicated}
+    connector.restore_datamodule()
+    connector.restore_model()
+    connector.restore_callbacks()
+    connector.restore_training_state()
+    connector._loaded_checkpoint = {}
+    _go_on(trainer.fit_loop)
+    trainer.should_stop = own["should_stop"]
+    trainer._logger_connector._callback_metrics.update(own["metrics"])
+    trainer.fit_loop._last_train_dl_reload_epoch = own["last_reload"]
+    set_random_state(own["random"])
+    sampler: dict[str, Any] = own["sampler"]
+    return sampler
+
+
+def _of_checkpoints(callback: object) -> dict[str, Any]:
+    return {name: value for name, value in vars(callback).items() if name in _OF_CHECKPOINTS}
+
+
+def _go_on(loop: _Loop) -> None:
+    """Have a loop forget that its state was loaded: it is not started again from a checkpoint, but in its middle."""
+    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    for part in vars(loop).values():
+        if isinstance(part, _Loop):
+            _go_on(part)

@@ -1,0 +1,61 @@
+"""Ranks of a Lightning fit that died come back, and go on in the middle of the epoch as if they had never been away."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+
+from tests.integration import jobs
+from tests.integration.test_lightning import check_data, log_rows
+
+MEMBERS = ("0/0", "0/1", "0/2", "0/3")
+RESPAWN = {"LIGHTNING_FT_RESPAWN": "1"}
+
+
+def check_fit(job: jobs.Job, num_epochs: int, num_lost: int) -> None:
+    """Check a fit of lightning_fit.py with four ranks that all were there at its end.
+
+    All ranks had the same weights after each batch that they saw, and saw each batch once; whoever came back went on at
+    the very next one. The metrics of each validation are the same on all ranks. The log has one line for each step, and
+    the checkpoints are those of a fit in which nobody died.
+    """
+    assert job.finish(150) == 0, job.output()
+    lost = [event for event in job.events() if event["event"] == "failure_detected"]
+    assert len(lost) == num_lost, job.output()
+    assert len([event for event in job.events() if event["event"] == "members_admitted"]) >= 1, job.output()
+    hashes: dict[int, tuple[str, int, int]] = {}
+    metrics: dict[int, dict[str, float]] = {}
+    for member in MEMBERS:
+        lines = job.records(member)
+        assert lines[-1]["event"] == "end", f"{member}\n{job.output()}"
+        starts = [index for index, line in enumerate(lines) if line["event"] == "start"]
+        for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+            steps = [line["step"] for line in lines[start:end] if line["event"] == "batch"]
+            assert steps == list(range(steps[0], steps[0] + len(steps))), f"{member}: {steps}\n{job.output()}"
+        for line in lines:
+            if line["event"] == "batch":
+                found = (line["hash"], line["epoch"], line["batch"])
+                assert hashes.setdefault(line["step"], found) == found, f"{member} {line}\n{job.output()}"
+            if line["event"] == "validated" and line["step"]:
+                assert metrics.setdefault(line["step"], line["metrics"]) == line["metrics"], f"{member} {line}"
+    assert sorted(hashes) == list(range(1, len(hashes) + 1))
+    assert {epoch for _, epoch, _ in hashes.values()} == set(range(num_epochs))
+    check_data(job, 4, num_epochs)
+    assert [int(row["step"]) for row in log_rows(job) if row["loss"]] == list(range(len(hashes)))
+    ends = {epoch: step for step, (_, epoch, _) in hashes.items()}  # the last step of each
+    (directory,) = job.out.glob("logs/adamw/version_*/checkpoints")
+    last = torch.load(directory / "last.ckpt", weights_only=False)
+    assert last["global_step"] == ends[last["epoch"]], "Lightning saves the last when it saves one of the best"
+    best = {path.name for path in directory.glob("epoch*.ckpt")}
+    assert len(best) == 2
+    assert best <= {f"epoch={epoch}-step={step}.ckpt" for epoch, step in ends.items()}
+
+
+@pytest.mark.parametrize("faults", ["0/1=commit.done@10; 0/3=batch.start@25", "0/0=reduction.issued@20"], ids=str)
+def test_the_dead_come_back(tmp_path: pathlib.Path, faults: str) -> None:
+    """Two of four, and rank 0: with weights, optimizer, counters, callbacks and data of the others."""
+    program = ["lightning_fit.py", "--devices", "4", "--epochs", "16", "--hold"]
+    with jobs.running_script(tmp_path, program, {**RESPAWN, "LIGHTNING_FT_FAIL_AT": faults}) as job:
+        check_fit(job, 16, faults.count("="))
