@@ -69,6 +69,7 @@ class Member:
         self.views: dict[int, tuple[str, ...]] = {0: sim.views[0]}
         self.pending: int | None = None
         self.joins_in_pending = False
+        self.is_boundary_due = self.is_at_boundary = False
         self.given = self.established = 0
         self.group: Group | None = None
         self.severed = True
@@ -176,8 +177,9 @@ class Member:
         if self.group is group and self.mode is Mode.PARKED:
             self._park(reason)
 
-    def _park(self, reason: str, *, admits: bool = False) -> None:
+    def _park(self, reason: str) -> None:
         self.mode = Mode.PARKED
+        admits = self.is_at_boundary  # also when establishing the view after it has failed
         self.park = events.Parked(self.name, self.incarnation, self.given, self.completed, reason, admits)
         self.send(self.park)
 
@@ -281,6 +283,7 @@ class Member:
         assert self.plan is not None
         self.established = group.generation
         assert self.completed == self.plan.target
+        self.is_at_boundary = False
         if not self.visible:  # nothing was final before the first view
             self.visible = group.members
         self.sim.confirmed(self, group)
@@ -307,6 +310,11 @@ class Member:
             self.send(self.leave)
             leave = self.leave
             self.sim.later(self.sim.settings.timeout, lambda: self.sim.at(self, lambda: self._waited_to_leave(leave)))
+            return
+        if self.is_boundary_due:  # M3a: all pass it before the next number
+            self.is_boundary_due, self.is_at_boundary = False, True
+            self.sever()
+            self._park("join")
             return
         number = self.completed + 1
         self.pending = number
@@ -345,14 +353,11 @@ class Member:
         joins = kind_of(number) == "commit" and any(group.payload(operation, member) for member in group.members)
         value = ("void", number) if is_void else (kind_of(number), number, group.members, joins)
         self._final(number, Result(value, group.generation, is_void, joins))
-        if joins and not self.severed:
-            self.sever()
-            self._park("join", admits=True)
-        else:
-            self._compute()
+        self._compute()
 
     def _final(self, number: int, result: Result) -> None:
         self.completed, self.kept, self.pending = number, result, None
+        self.is_boundary_due |= result.joins
         self.visible = self.sim.views[result.generation]
         self.finished[number] = result
         self.sim.finished(self, number, result)

@@ -10,15 +10,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.fabric.strategies.launchers import subprocess_script
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-from torch.utils.data import DistributedSampler, TensorDataset
 
 from lightning_ft import lightning_internals
 
@@ -32,10 +29,6 @@ from lightning_ft import lightning_internals
         (_TrainingEpochLoop, "run", "self.on_advance_end(data_fetcher)"),
         (_TrainingEpochLoop, "on_advance_end", "if self._skip_next_val:"),
         (_SignalConnector, "register_signal_handlers", "[self._sigterm_notifier_fn]"),
-        (_FitLoop, "setup_data", "self._combined_loader is not None and not self._should_reload_train_dl"),
-        (_FitLoop, "on_advance_start", "self.setup_data()"),
-        (_FitLoop, "on_advance_end", "on_train_epoch_end"),
-        (_EvaluationLoop, "setup_data", "self._combined_loader is not None and trainer_fn == TrainerFn.FITTING"),
         (DDPStrategy, "setup_environment", "self.setup_distributed()"),
         (DDPStrategy, "configure_ddp", "self._setup_model(self.model)"),
         (subprocess_script, "_basic_subprocess_cmd", "sys.argv"),
@@ -111,16 +104,3 @@ def test_a_stop_takes_effect_at_the_end_of_the_batch(
     assert (model.batches, model.validations) == (STOP_AT + 1, 0)
     assert signal.getsignal(number) in (before, signal.SIG_IGN), "Lightning ignores SIGINT once it has ended a fit"
     signal.signal(number, before)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("length", [1, 7, 24, 1003])
-def test_a_renumbered_sampler_is_as_if_made_anew(length: int, drop_last: bool) -> None:
-    """The arithmetic is DistributedSampler's own."""
-    data = TensorDataset(torch.zeros(length))
-    for before, now in ((4, 3), (3, 2), (2, 5)):
-        sampler = DistributedSampler(data, before, 0, drop_last=drop_last)
-        expected = DistributedSampler(data, now, 1, drop_last=drop_last)
-        lightning_internals.renumber_sampler(sampler, rank=1, num_replicas=now)
-        assert list(sampler) == list(expected)
-        assert len(sampler) == len(expected)

@@ -1,0 +1,174 @@
+"""An epoch of a real fit, dealt anew in its middle; and what of Lightning that relies on."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors import data_connector
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+from lightning_ft import lightning_data, lightning_internals
+from lightning_ft.data.sampler import ElasticDistributedSampler
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "text"),
+    [
+        (data_connector, "_get_distributed_sampler", "return DistributedSampler(dataloader.dataset, **kwargs)"),
+        (data_connector._DataConnector, "_resolve_sampler", "_get_distributed_sampler("),
+        (data_connector, "_parse_num_batches", "int(length * limit_batches)"),
+        (_FitLoop, "setup_data", "self._combined_loader is not None and not self._should_reload_train_dl"),
+        (_FitLoop, "setup_data", "combined_loader.limits = limits"),
+        (_FitLoop, "on_advance_start", "self.setup_data()"),
+        (_FitLoop, "on_advance_end", "on_train_epoch_end"),
+        (_TrainingEpochLoop, "on_run_start", "data_fetcher.fetched += self.batch_progress.current.ready"),
+        (_TrainingEpochLoop, "run", "self.advance(data_fetcher)"),
+        (_DataFetcher, "__next__", "self.done = self.fetched >= self.length"),
+        (_EvaluationLoop, "setup_data", "self._combined_loader is not None and trainer_fn == TrainerFn.FITTING"),
+    ],
+)
+def test_lightning_is_what_was_read(owner: object, name: str, text: str) -> None:
+    """The function is there, and does what is relied on."""
+    assert text in inspect.getsource(getattr(owner, name))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("length", [1, 7, 24, 1003])
+def test_a_renumbered_sampler_is_as_if_made_anew(length: int, drop_last: bool) -> None:
+    """The arithmetic is DistributedSampler's own."""
+    data = TensorDataset(torch.zeros(length))
+    for before, now in ((4, 3), (3, 2), (2, 5)):
+        sampler = DistributedSampler(data, before, 0, drop_last=drop_last)
+        expected = DistributedSampler(data, now, 1, drop_last=drop_last)
+        lightning_data.renumber_sampler(sampler, rank=1, num_replicas=now)
+        assert list(sampler) == list(expected)
+        assert len(sampler) == len(expected)
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """The numbers from 0 on."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+class Half(pl.LightningModule):
+    """Rank 0 of 2 in one process: the other one dies in the step `dies_in`, which rank 0 finishes alone."""
+
+    def __init__(self, dies_in: int, **trainer: Any) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+        self.dies_in = dies_in
+        self.seen: list[list[int]] = []
+        self.last: list[bool] = []
+        self.validated: list[int] = []
+        self.sampler = ElasticDistributedSampler(Numbers(), 2, 0, shuffle=False)
+        self.members = (0, 1)
+        self.stock_redeal = self.sampler.redeal
+        self.sampler.redeal = lambda: self.stock_redeal(self.members)  # type: ignore[method-assign, assignment]
+        self.trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            **{"max_epochs": 1, **trainer},
+        )
+        self.data = lightning_data.EpochData(self.trainer)
+        lightning_internals.around_each_batch(self.trainer, self.data.before_batch, self.data.after_batch)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        """Note what was drawn."""
+        self.seen.append(batch[:, 0].int().tolist())
+        return self.net(batch).sum()  # type: ignore[no-any-return]
+
+    def on_after_backward(self) -> None:
+        """Commit at the end of each backward that steps."""
+        step = self.trainer.global_step
+        if (self.trainer.fit_loop.epoch_loop.batch_progress.current.ready) % self.trainer.accumulate_grad_batches == 0:
+            self.members = (0,) if step >= self.dies_in else (0, 1)
+            self.data.on_commit(self.members)  # type: ignore[arg-type]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Note whether Lightning takes it for the last."""
+        self.last.append(self.trainer.is_last_batch)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        """Note when."""
+        self.validated.append(len(self.seen))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return any."""
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+    def fit(self, num_workers: int = 0) -> None:
+        """Train; batches of two, so six for each of two ranks."""
+        loader = DataLoader(Numbers(), 2, sampler=self.sampler, num_workers=num_workers)
+        self.trainer.fit(self, loader, DataLoader(Numbers(), 24))
+
+
+def others(num_steps: int) -> set[int]:
+    """Return what the other rank has contributed in its first steps: every second number."""
+    return {1 + 2 * index for index in range(2 * num_steps)}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dies_in", [0, 2, 5])
+def test_the_rest_of_the_epoch_is_drawn_anew(dies_in: int, num_workers: int) -> None:
+    """What the dead has not contributed is trained on, also what it drew for the last step; the epoch is longer."""
+    half = Half(dies_in)
+    half.fit(num_workers)
+    drawn = [number for batch in half.seen for number in batch]
+    assert sorted(drawn) == sorted(set(range(24)) - others(dies_in)), half.seen
+    assert half.last == [False] * (len(half.seen) - 1) + [True]
+    assert half.trainer.num_training_batches == len(half.seen)
+    assert half.validated == [len(half.seen)], "at the end of the epoch, which is later now"
+
+
+def test_without_a_failure_nothing_is_drawn_anew() -> None:
+    """The iterator of the epoch is the only one."""
+    half = Half(99, max_epochs=2)
+    made = []
+    iterate = type(half.sampler).__iter__
+    half.sampler.__class__ = type(
+        "Counted", (ElasticDistributedSampler,), {"__iter__": lambda self: made.append(1) or iterate(self)}
+    )
+    half.fit()
+    assert half.seen == 2 * [[4 * index, 4 * index + 2] for index in range(6)]
+    assert len(made) == 2
+
+
+def test_what_was_accumulated_counts_with_its_step() -> None:
+    """A rank that dies in the third of three batches has left all three of them to the others."""
+    half = Half(1, accumulate_grad_batches=3)
+    half.fit()
+    drawn = [number for batch in half.seen for number in batch]
+    assert sorted(drawn) == sorted(set(range(24)) - others(3)), half.seen
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(4, 4), (7, 7), (0.5, 5)])
+def test_limits_hold_for_the_whole_epoch(limit: float, expected: int) -> None:
+    """A number of batches stays what it is, a share is of the batches that there are now: 3 done and 7 left."""
+    half = Half(2, limit_train_batches=limit)
+    half.fit()
+    assert len(half.seen) == expected
+    assert half.last[-1]
+
+
+def test_validations_within_the_epoch_follow_its_length() -> None:
+    """Every third of it; it has ten batches instead of six from the third on."""
+    half = Half(2, val_check_interval=0.34)
+    half.fit()
+    assert half.validated == [2, 3, 6, 9]

@@ -1,0 +1,128 @@
+"""A fit that takes another one's state over before its first batch is that fit from there on."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ft import lightning_internals, rejoin
+from lightning_ft.comm.transfer import State
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "text"),
+    [
+        (_CheckpointConnector, "dump_checkpoint", '"state_dict": self._get_lightning_module_state_dict()'),
+        (_CheckpointConnector, "dump_checkpoint", 'checkpoint["optimizer_states"] = optimizer_states'),
+        (_CheckpointConnector, "restore_training_state", "self.restore_optimizers_and_schedulers()"),
+        (_CheckpointConnector, "restore_callbacks", "if not self._loaded_checkpoint:"),
+        (_Loop, "load_state_dict", "self._resuming_from_checkpoint = True"),
+        (_Loop, "on_iteration_done", "self._loaded_from_state_dict = False"),
+        (ModelCheckpoint, "load_state_dict", "if self.dirpath == dirpath_from_ckpt:"),
+    ],
+)
+def test_lightning_is_what_was_read(owner: object, name: str, text: str) -> None:
+    """The function is there, and does what is relied on."""
+    assert text in inspect.getsource(getattr(owner, name))
+
+
+def test_checkpoints_have_what_is_taken_over() -> None:
+    """A ModelCheckpoint decides by these, and its own state lacks them."""
+    callback = ModelCheckpoint()
+    assert set(rejoin._OF_CHECKPOINTS) <= set(vars(callback))
+
+
+class Net(pl.LightningModule):
+    """Dropout, a scheduler, and a batch that depends on where the fit stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        self.seen: list[tuple[int, int, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Draw by epoch and batch, so that the loader does not matter."""
+        self.seen.append((self.current_epoch, batch_idx, self.global_step))
+        x = torch.full((2, 4), float(self.current_epoch + batch_idx)).sin()
+        loss = self.net(x).pow(2).mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Something to monitor."""
+        self.log("val_loss", -float(self.global_step))
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer and a scheduler."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+def fit(tmp_path: Any, before: Any, seed: int) -> tuple[pl.Trainer, Net]:
+    """Train three epochs of six batches; `before` is called before each batch."""
+    torch.manual_seed(seed)
+    module = Net()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=3,
+        val_check_interval=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[
+            ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=3, save_last=True),
+            EarlyStopping("val_loss", patience=99),
+        ],
+    )
+    lightning_internals.around_each_batch(trainer, lambda: before(trainer), lambda: None)
+    data = DataLoader(TensorDataset(torch.zeros(6)), 1)
+    trainer.fit(module, data, data)
+    return trainer, module
+
+
+@pytest.mark.parametrize(("epoch", "batch"), [(0, 2), (1, 0), (1, 3), (2, 5)])
+def test_a_fit_goes_on_where_another_is(tmp_path: Any, epoch: int, batch: int) -> None:
+    """With weights, optimizer, scheduler, generators, counters and callbacks; in an epoch's middle or at its start."""
+    kept: list[bytes] = []
+
+    def keep(trainer: pl.Trainer) -> None:
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if (trainer.current_epoch, progress.current.ready) == (epoch, batch):
+            buffer = io.BytesIO()
+            torch.save(tuple(rejoin.dump(trainer, {"of": "the sampler"})), buffer)
+            kept.append(buffer.getvalue())
+
+    expected_trainer, expected = fit(tmp_path / "first", keep, seed=1)
+    (state,) = kept
+    has_joined = []
+
+    def join(trainer: pl.Trainer) -> None:
+        if not has_joined:
+            found = State(*torch.load(io.BytesIO(state), weights_only=False))
+            assert rejoin.restore(trainer, found) == {"of": "the sampler"}
+            fetcher = trainer.fit_loop._data_fetcher
+            assert fetcher is not None
+            iter(fetcher)
+            fetcher.fetched = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            has_joined.append(True)
+
+    trainer, module = fit(tmp_path / "second", join, seed=2)
+    assert module.seen == [seen for seen in expected.seen if seen[:2] >= (epoch, batch)]
+    for parameter, other in zip(module.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+    assert trainer.global_step == expected_trainer.global_step == 18
+    assert trainer.callback_metrics["val_loss"] == expected_trainer.callback_metrics["val_loss"]
+    for callback, other in zip(trainer.callbacks, expected_trainer.callbacks, strict=True):
+        if isinstance(callback, ModelCheckpoint | EarlyStopping):
+            assert callback.state_dict() == other.state_dict()
