@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import pathlib
 
-import pytest
-
 from tests.integration import jobs
 
 RESPAWN = {"LIGHTNING_FT_RESPAWN": "1"}
@@ -46,11 +44,10 @@ def check(job: jobs.Job, num_members: int, length: int, num_epochs: int, max_pad
         assert sum(counts.values()) - length <= max_padding, f"epoch {epoch} repeats {counts.most_common(9)}"
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_data_of_the_dead_are_dealt_to_the_others(tmp_path: pathlib.Path, num_workers: int) -> None:
-    """4 -> 3 -> 2 ranks over 1003 samples, with prefetching and without: in each of two epochs each sample once."""
+def test_the_data_of_the_dead_are_dealt_to_the_others(tmp_path: pathlib.Path) -> None:
+    """4 -> 3 -> 2 ranks over 1003 samples, with workers that draw ahead: in each of two epochs each sample once."""
     faults = {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@10; 0/0=reduction.issued@30"}
-    program = ["sampled_loop.py", "1003", "2", "--workers", str(num_workers)]
+    program = ["sampled_loop.py", "1003", "2", "--workers", "2"]
     with jobs.running(tmp_path, 4, program, faults) as job:
         check(job, 4, 1003, 2, max_padding=3)
 

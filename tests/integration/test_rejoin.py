@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from tests.integration import jobs, reference
-from tests.integration.test_kill_points import check_weights
+from tests.integration.test_kill_points import NUM_SWEEPS, check_weights
 
 MEMBERS = ("0/0", "0/1", "0/2", "0/3")
 RESPAWN = {"LIGHTNING_FT_RESPAWN": "1", "LIGHTNING_FT_MAX_RESTARTS": "5"}
@@ -32,24 +32,28 @@ def check_full_again(job: jobs.Job, num_lost: int, **program: object) -> None:
     check_weights(job, MEMBERS, reference.final_weights(contributors, **program))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "program", [["--model", "mlp", "--optimizer", "adamw"], ["--model", "batchnorm"]], ids=["adamw", "batchnorm"]
-)
-def test_the_dead_come_back(tmp_path: pathlib.Path, program: list[str]) -> None:
+def test_the_dead_come_back(tmp_path: pathlib.Path) -> None:
     """Two that die, rank 0 among them, are started again, get the state, and train on from the very next step."""
     faults = {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@10; 0/0=commit.done@20"}
-    with jobs.running(tmp_path, 4, ["plain_loop.py", "40", "--full", *program], RESPAWN | faults) as job:
-        options = {name[2:]: value for name, value in zip(program[::2], program[1::2], strict=True)}
-        check_full_again(job, 2, **options)
+    with jobs.running(tmp_path, 4, ["plain_loop.py", "40", "--full", "--model", "batchnorm"], RESPAWN | faults) as job:
+        check_full_again(job, 2, model="batchnorm")
 
 
-@pytest.mark.parametrize("point", ["sever", "park", "build", "exchange", "handover", "confirm"])
-@pytest.mark.parametrize("victim", ["0/0", "0/3", "0/1#2"], ids=["first donor", "last donor", "joiner"])
-def test_kill_in_an_admission(tmp_path: pathlib.Path, victim: str, point: str) -> None:
+POINTS = ("sever", "park", "build", "exchange", "handover", "confirm")
+VICTIMS = {"first donor": "0/0", "last donor": "0/3", "joiner": "0/1#2"}
+
+
+def _deaths(seed: int) -> list[tuple[str, str]]:
+    """Return for each victim a point of the admission of 0/1, another one with each seed; six seeds have all."""
+    return [(name, POINTS[(seed + 2 * index) % len(POINTS)]) for index, name in enumerate(VICTIMS)]
+
+
+@pytest.mark.parametrize(("name", "point"), [death for seed in range(NUM_SWEEPS) for death in _deaths(seed + 3)])
+def test_kill_in_an_admission(tmp_path: pathlib.Path, name: str, point: str) -> None:
     """Whoever dies at whatever point of an admission, the others go on, and all come back in the end."""
-    if victim == "0/1#2" and point == "park":
+    if name == "joiner" and point == "park":
         point = "exchange"  # a joiner does not park first
-    count = 1 if victim == "0/1#2" else 3  # the start, the death of 0/1, its return
-    faults = {"LIGHTNING_FT_FAIL_AT": f"0/1=commit.done@10; {victim}=recover.{point}@{count}"}
-    with jobs.running(tmp_path, 4, ["plain_loop.py", "20", "--full"], RESPAWN | faults) as job:
-        check_full_again(job, 2, model="mlp")
+    count = 1 if name == "joiner" else 3  # the start, the death of 0/1, its return
+    faults = {"LIGHTNING_FT_FAIL_AT": f"0/1=commit.done@10; {VICTIMS[name]}=recover.{point}@{count}"}
+    with jobs.running(tmp_path, 4, ["plain_loop.py", "20", "--full", "--optimizer", "adamw"], RESPAWN | faults) as job:
+        check_full_again(job, 2, model="mlp", optimizer="adamw")
