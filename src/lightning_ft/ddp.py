@@ -10,6 +10,7 @@ and only then queues what copies them back (tests/unit/test_ddp.py fails clearly
 
 import dataclasses
 import hashlib
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,9 @@ from lightning_ft.reduction import CommHook, Commit, GradientReduction, Layout, 
 
 _JOINS = 1 << 32
 """What a commit's word counts for a member that knows of a joiner; below it, the requests to stop."""
+
+_CLOSED = 1 << 48
+"""What it counts for a member that a joiner could not take everything over from."""
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _GroupBase: Any = dist.ProcessGroup  # torch's stubs know neither Python subclasses nor their methods' plain signatures
@@ -150,8 +154,10 @@ class FaultTolerantDDP(DistributedDataParallel):
         if is_synced:
             self._sync_initial_state()
         self._reducer_group.agreed.clear()  # what it broadcasts from here on are the reducers' agreements
-        self._buckets: Any = _Buckets(self._reducer_group, self.reducer)  # carried for as long as this lives
+        self._buckets: Any = _Buckets(self)  # carried for as long as this lives
         world.ring.carry(self._buckets)
+        if kwargs.get("static_graph"):
+            world.ring.close_to_joiners("DDP has a static graph")
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Reduce each bucket by a hook (fp16 or bf16 compression, PowerSGD).
@@ -159,6 +165,8 @@ class FaultTolerantDDP(DistributedDataParallel):
         It runs at the end of backward, one bucket after the other: its collectives would otherwise meet those of other
         buckets in an order of their own. If the step is redone, so is the hook, from the state it had before.
         """
+        if not (state is None or isinstance(state, dist.ProcessGroup)):
+            self._world.ring.close_to_joiners("DDP has a communication hook with a state")
         super().register_comm_hook(None, self._on_bucket)
         self._user_hook = (state, hook)
 
@@ -218,10 +226,18 @@ class FaultTolerantDDP(DistributedDataParallel):
                 "lightning_ft.ElasticState.boundary() before each step, or set respawn=False.",
                 member=self._world.ring.member,
             )
-        if self._reduction is not None and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._reduction = None  # an earlier backward raised, or ended before all gradients were there
-            self.reducer._reset_state()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._forget_unfinished()
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def hand_over_no_more(self) -> None:
+        """Say, on all members alike, that this is not trained any more."""
+        self._world.ring.forget(self._buckets)
+
+    def _forget_unfinished(self) -> None:
+        if self._reduction is not None:  # an earlier backward raised, or ended before all gradients were there
+            self._reduction = None
+            self.reducer._reset_state()
 
     def _on_bucket(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """What DDP calls instead of the group's all-reduce if there is a communication hook."""
@@ -300,9 +316,11 @@ class FaultTolerantDDP(DistributedDataParallel):
         reach("reduction.wait")
         ring, sequence = self._world.ring, self._world.sequence
         ring.run(sequence, reduction)
-        commit = Commit(int(self.is_stop_requested) + _JOINS * ring.is_join_pending)
+        commit = Commit(
+            int(self.is_stop_requested) + _JOINS * ring.is_join_pending + _CLOSED * ring.is_closed_to_joiners
+        )
         ring.run(sequence, commit)
-        ring.is_admission_due |= commit.total >= _JOINS
+        ring.is_admission_due |= _JOINS <= commit.total < _CLOSED
         self._reduction = None
         if self.on_commit is not None:
             contributors = ring.members_of(reduction.final_generation)
@@ -312,11 +330,20 @@ class FaultTolerantDDP(DistributedDataParallel):
 class _Buckets:
     """How DDP has cut its gradients into buckets, for a member that joins: its own first backward is not the job's."""
 
-    def __init__(self, group: _ReducerGroup, reducer: Any) -> None:
-        self._group, self._reducer = group, reducer
+    def __init__(self, ddp: FaultTolerantDDP) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._group, self._reducer = ddp._reducer_group, ddp.reducer
 
     def prepare(self) -> None:
-        """Have the buckets rebuilt now if they are to be: DDP would do so with the next forward."""
+        """Have all members' next forward do the same.
+
+        The buckets are rebuilt now if they are to be, which DDP would do then. The buffers are broadcast, whether the
+        last forward was one without gradients, after which DDP does not, or the first of a new process.
+        """
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp._forget_unfinished()
+            ddp.require_forward_param_sync = True
         self._reducer._rebuild_buckets()
 
     def give(self) -> list[Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ class ElasticState:
         state = lightning_ft.ElasticState(model=model, optimizer=optimizer, step=0)
         while state.step < 1000:
             state.boundary()
+            optimizer.zero_grad()
             loss(model, batch_of(state.step)).backward()
             optimizer.step()
             state.step += 1
@@ -55,7 +58,9 @@ class ElasticState:
     def _give(self) -> State:
         replicated, own = {}, {}
         for name, part in self.__dict__.items():
-            if isinstance(part, torch.nn.Module | torch.optim.Optimizer):
+            if isinstance(part, torch.nn.Module):
+                replicated[name], own[name] = parameters_and_rest(part, part.state_dict())
+            elif isinstance(part, torch.optim.Optimizer):
                 replicated[name] = part.state_dict()
             else:
                 own[name] = part.state_dict() if hasattr(part, "load_state_dict") else part
@@ -63,18 +68,29 @@ class ElasticState:
 
     def _take(self, state: State) -> None:
         own, randomness = state.own
-        for name, value in (state.replicated | own).items():
-            part = getattr(self, name)
-            if hasattr(part, "load_state_dict"):
+        for name, value in (own | state.replicated).items():
+            part: Any = getattr(self, name, None)
+            if isinstance(part, torch.nn.Module):
+                part.load_state_dict({**own[name], **value})
+            elif hasattr(part, "load_state_dict"):
                 part.load_state_dict(value)
             else:
                 setattr(self, name, value)
         set_random_state(randomness)
 
 
+def parameters_and_rest(module: torch.nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a module's state: its parameters are the same on all ranks, its buffers may be each rank's own."""
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    parameters = {name: value for name, value in state.items() if name in names}
+    return parameters, {name: value for name, value in state.items() if name not in names}
+
+
 def random_state() -> dict[str, Any]:
     """Return the states of the generators of Python, NumPy and torch."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        found["numpy"] = sys.modules["numpy"].random.get_state()
     if torch.cuda.is_available():
         found["cuda"] = torch.cuda.get_rng_state()
     return found
@@ -84,5 +100,7 @@ def set_random_state(found: dict[str, Any]) -> None:
     """Continue with the generators of another process."""
     random.setstate(found["python"])
     torch.set_rng_state(found["torch"])
+    if "numpy" in found and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(found["numpy"])
     if "cuda" in found and torch.cuda.is_available():
         torch.cuda.set_rng_state(found["cuda"])

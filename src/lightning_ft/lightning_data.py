@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
@@ -55,6 +56,7 @@ class _Deal(NamedTuple):
     sampler: ElasticDistributedSampler
     batch_size: int
     drops_last: bool
+    has_workers: bool
 
     @property
     def num_left(self) -> int:
@@ -80,6 +82,9 @@ class EpochData:
         self._is_counted = False  # the present one
         self._is_stale = False
         self._has_joined = False
+        self._has_gradients_left = False
+        self._epoch = (0, 0)
+        self._num_skipped = 0  # batches of this epoch that were trained on before this fit was resumed
 
     @property
     def deal(self) -> _Deal | None:
@@ -88,36 +93,57 @@ class EpochData:
         That takes a single loader, a sampler that Lightning has put in, and batches that are made of what it yields one
         after the other.
         """
-        combined = self._trainer.fit_loop._combined_loader
-        if combined is None or len(combined.flattened) != 1:
+        fit = self._trainer.fit_loop
+        combined = fit._combined_loader
+        if (
+            combined is None
+            or len(combined.flattened) != 1
+            or isinstance(fit._data_fetcher, _DataLoaderIterDataFetcher)
+        ):
             return None
         (loader,) = combined.flattened
         sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
         if not isinstance(sampler, ElasticDistributedSampler) or type(batches) is not BatchSampler:
             return None
-        return _Deal(sampler, batches.batch_size, batches.drop_last)
+        return _Deal(sampler, batches.batch_size, batches.drop_last, loader.num_workers > 0)
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether all that was drawn so far is counted: between two batches, whether ranks may join."""
-        return self._num_open == 0 and self.deal is not None
+        """Whether ranks may join: all that was drawn is counted, and there is a batch left for each that might."""
+        deal = self.deal
+        if deal is None or self._num_open:
+            return False
+        world = dist.get_world_size()
+        num_expected = max(world, self._trainer.num_devices * self._trainer.num_nodes)
+        return deal.sampler.num_left * world >= deal.batch_size * num_expected
 
     def before_batch(self) -> None:
         """Draw from the present deal. Called on all ranks at the same batch."""
-        if self._num_done == 0:
-            self._num_open = 0
         self._is_counted = False
         deal = self.deal
         if deal is None:
             return
+        epoch = (id(deal.sampler), deal.sampler.epoch)
+        if epoch != self._epoch:
+            # One that a checkpoint has begun is dealt whole, as Lightning does it, and ends so many batches earlier.
+            self._epoch, self._num_open = epoch, 0
+            self._num_skipped = 0 if deal.sampler.num_taken else self._num_done
         if self._num_open == 0:
-            number, is_stale = deal.sampler.num_deals, deal.sampler.redeal()
-            # Before its first batch an epoch's iterator may not have asked the sampler yet: it is as new as the deal.
-            if is_stale and (self._num_done or deal.sampler.num_deals != number or self._has_joined):
+            number = deal.sampler.num_deals
+            is_stale = deal.sampler.redeal()
+            if deal.sampler.num_deals != number or self._has_joined:
                 self._measure(deal)
+                self._trainer.fit_loop.max_batches = max(self._trainer.fit_loop.max_batches, self._num_done + 1)
+            # Workers have begun to draw, perhaps from the deal of another epoch; without them the iterator has not
+            # asked the sampler yet, so that it is as new as the deal.
+            self._is_stale |= is_stale and deal.has_workers
         self._has_joined = False
         if self._is_stale:
             self._draw_anew()
+        if self._has_gradients_left:
+            self._has_gradients_left = False
+            for optimizer in self._trainer.optimizers:
+                optimizer.zero_grad()
 
     def joined(self) -> None:
         """This process has got the state of the others: what it had drawn is none of its share."""
@@ -145,14 +171,17 @@ class EpochData:
     def _measure(self, deal: _Deal) -> None:
         """Correct the lengths that Lightning has computed when the epoch began."""
         trainer, fit, done = self._trainer, self._trainer.fit_loop, self._num_done
-        total = done + deal.num_left
+        total = done + max(0, deal.num_left - self._num_skipped)
         total = max(
             done, int(data_connector._parse_num_batches(RunningStage.TRAINING, total, trainer.limit_train_batches))
         )
         fit.max_batches = total
         assert fit._combined_loader is not None
         fit._combined_loader.limits = [total - done]
-        fit.epoch_loop.batch_progress.is_last_batch = total == done
+        batches = fit.epoch_loop.batch_progress
+        # The step of what was the last batch is done in the middle of a window of accumulation.
+        self._has_gradients_left |= batches.is_last_batch and total > done
+        batches.is_last_batch = total == done
         if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
             trainer.val_check_batch = max(1, int(total * trainer.val_check_interval))
         self._is_stale = True

@@ -124,6 +124,13 @@ def around_each_batch(trainer: Trainer, before: Callable[[], None], after: Calla
     original = loop.advance
 
     def advance(data_fetcher: Any) -> None:
+        if loop.restarting and loop._should_check_val_fx(data_fetcher):
+            is_no_batch = loop.val_loop.restarted_mid_evaluation or loop.restarted_on_last
+        else:
+            is_no_batch = False
+        if is_no_batch:  # a fit that was resumed goes on with a validation
+            original(data_fetcher)
+            return
         before()
         original(data_fetcher)
         after()

@@ -3,8 +3,9 @@
 Read in lightning 2.6.6 (tests/unit/test_rejoin.py fails clearly if it changes): `_CheckpointConnector.dump_checkpoint`,
 `_loaded_checkpoint`, `restore_datamodule`, `restore_model`, `restore_callbacks` and `restore_training_state`; `_Loop`'s
 `_restarting`, `_loaded_from_state_dict` and `_resuming_from_checkpoint`; `_LoggerConnector._callback_metrics`;
-`_FitLoop._last_train_dl_reload_epoch`; `_version` of loggers; of ModelCheckpoint what `_OF_CHECKPOINTS` names: its own
-state lacks it, but what it decides depends on it, and all ranks must decide alike.
+`_FitLoop._last_train_dl_reload_epoch`; `Trainer._val_check_time_interval`; `_version` of loggers; of the validation's
+loop what `_OF_VALIDATION` names, and of ModelCheckpoint what `_OF_CHECKPOINTS` names: their states lack it, but what
+they decide depends on it, and all ranks must decide alike.
 """
 
 from __future__ import annotations
@@ -12,13 +13,33 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.loops.loop import _Loop
 
 from lightning_ft.comm.transfer import State
-from lightning_ft.elastic import random_state, set_random_state
+from lightning_ft.elastic import parameters_and_rest, random_state, set_random_state
+from lightning_ft.errors import LaunchError
 
-_REPLICATED = ("state_dict", "optimizer_states")
+_OF_VALIDATION = ("_max_batches", "_has_run", "_last_val_dl_reload_epoch")
 _OF_CHECKPOINTS = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+
+
+_UNABLE = (LearningRateFinder, StochasticWeightAveraging, BaseFinetuning)
+"""What changes a fit in ways that its state does not tell."""
+
+
+def check_able(trainer: Trainer) -> None:
+    """Refuse a fit that can't be joined in its middle; the ranks that are in it don't notice.
+
+    Raises:
+        LaunchError: It has a callback, or a validation by time, that a rank can't take over.
+    """
+    known: Any = trainer  # Lightning sets what follows from outside
+    unable = next((type(callback).__name__ for callback in known.callbacks if isinstance(callback, _UNABLE)), None)
+    if known._val_check_time_interval is not None:
+        unable = "a val_check_interval in time"
+    if unable is not None:
+        raise LaunchError(f"joining the job failed: a rank can't come back to a fit with {unable}. Set respawn=False.")
 
 
 def dump(trainer: Trainer, sampler: dict[str, Any]) -> State:
@@ -29,15 +50,20 @@ def dump(trainer: Trainer, sampler: dict[str, Any]) -> State:
         sampler: State of what deals the data.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    replicated = {name: checkpoint.pop(name) for name in _REPLICATED}
+    parameters, buffers = parameters_and_rest(trainer.lightning_module, checkpoint.pop("state_dict"))
+    replicated = {"state_dict": parameters, "optimizer_states": checkpoint.pop("optimizer_states")}
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
     own = {
         "checkpoint": checkpoint,
+        "buffers": buffers,
         "sampler": sampler,
         "versions": [vars(logger).get("_version") for logger in trainer.loggers],
         "checkpoints": [_of_checkpoints(callback) for callback in trainer.checkpoint_callbacks],
         "metrics": dict(trainer._logger_connector._callback_metrics),
         "should_stop": trainer.should_stop,
         "last_reload": trainer.fit_loop._last_train_dl_reload_epoch,
+        "accumulate": trainer.accumulate_grad_batches,
+        "val_loop": {name: getattr(val_loop, name) for name in _OF_VALIDATION},
         "random": random_state(),
     }
     return State(replicated, own)
@@ -60,7 +86,8 @@ def restore(trainer: Trainer, state: State) -> dict[str, Any]:
     for callback, values in zip(trainer.checkpoint_callbacks, own["checkpoints"], strict=False):
         vars(callback).update(values)  # before its state: that is forgotten if the directory is another
     connector = trainer._checkpoint_connector
-    connector._loaded_checkpoint = {**own["checkpoint"], **state.replicated}
+    weights = {**own["buffers"], **state.replicated["state_dict"]}
+    connector._loaded_checkpoint = {**own["checkpoint"], **state.replicated, "state_dict": weights}
     connector.restore_datamodule()
     connector.restore_model()
     connector.restore_callbacks()
@@ -70,6 +97,8 @@ def restore(trainer: Trainer, state: State) -> dict[str, Any]:
     trainer.should_stop = own["should_stop"]
     trainer._logger_connector._callback_metrics.update(own["metrics"])
     trainer.fit_loop._last_train_dl_reload_epoch = own["last_reload"]
+    trainer.accumulate_grad_batches = own["accumulate"]
+    vars(trainer.fit_loop.epoch_loop.val_loop).update(own["val_loop"])
     set_random_state(own["random"])
     sampler: dict[str, Any] = own["sampler"]
     return sampler

@@ -7,6 +7,7 @@ import datetime
 import inspect
 import io
 import logging
+import os
 import pathlib
 import pickle
 import signal
@@ -65,6 +66,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         timeout: Seconds that a collective may wait for a member that shows no progress; `"auto"`: learned.
         max_link_failures: How often the connection of two live members may fail in ten minutes.
         evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
+        respawn: Whether a rank whose process failed is started again, to join the others.
+        max_restarts: How often, for each rank.
         coordinator: `host:port` of the coordinator, if the agent shall not start one at a free port.
         process_group_backend: Backend inside `ft`: `gloo`.
         event_log: File of the event log.
@@ -75,6 +78,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     """
 
     strategy_name = "ft_ddp"
+    num_fits = 0
+    """How many fits this process has begun, with whichever Trainer."""
 
     def __init__(  # noqa: PLR0917 - Lightning's own order
         self,
@@ -96,6 +101,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         event_log: str | None = None,
         max_link_failures: int | None = None,
         evict_stragglers: bool | None = None,  # noqa: FBT001 - jsonargparse takes either kind
+        respawn: bool | None = None,  # noqa: FBT001
+        max_restarts: int | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
@@ -110,6 +117,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             event_log=event_log,
             max_link_failures=max_link_failures,
             evict_stragglers=evict_stragglers,
+            respawn=respawn,
+            max_restarts=max_restarts,
         )
         takers = (DistributedDataParallel.__init__, DDPStrategy.__init__)
         known = {name for taker in takers for name in inspect.signature(taker).parameters}
@@ -134,11 +143,11 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._trainer: Trainer | None = None
         self._data: lightning_data.DataRefresher | None = None
         self._epoch_data: lightning_data.EpochData | None = None
-        self._num_fits = 0
         self._is_promoted = False
         self._is_stopping = False
         self._own_stop_signal: signal.Signals | None = None
         self._evaluated_by: tuple[str, ...] = ()
+        self._num_sanity_val_steps: float = 0
 
     # -- who is in it -----------------------------------------------------------------------------------------------
 
@@ -151,6 +160,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     @property
     @override
     def global_rank(self) -> int:
+        if self.group is None and _was_started_again():  # whoever it is, it is none that writes for all
+            return self.num_nodes * self.num_processes - 1
         return super().global_rank if self.group is None else self.group.rank()
 
     @property
@@ -165,7 +176,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     @override
     def set_world_ranks(self) -> None:
-        if self.group is None:
+        if self.group is None and not _was_started_again():
             super().set_world_ranks()
             return
         if self.cluster_environment is not None:
@@ -231,9 +242,11 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         promotion.prepare(trainer, self.broadcast)
         self._tell_log_directory(trainer)
         if self._is_outside:
+            rejoin.check_able(trainer)
+            self._num_sanity_val_steps = trainer.num_sanity_val_steps
             trainer.num_sanity_val_steps = 0
         if trainer.state.fn == TrainerFn.FITTING:
-            self._num_fits += 1
+            FaultTolerantDDPStrategy.num_fits += 1
             super().setup(trainer)
         else:
             self._setup_evaluation(trainer)
@@ -300,6 +313,10 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self._promote_if_due(has_progress=False)  # rank 0 died after the last batch, or in an evaluation
+        if self.group is not None:
+            self.group.ring.is_admission_due = False
+            if isinstance(self.model, FaultTolerantDDP):
+                self.model.hand_over_no_more()
         super().teardown()
 
     @override
@@ -345,6 +362,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         assert self.group is not None
         if not self.group.ring.join(self._give, self._take):
             raise SystemExit(0)  # all the others have ended
+        assert self._trainer is not None
+        self._trainer.num_sanity_val_steps = self._num_sanity_val_steps
         if self._data is not None:
             self._data.ranks_changed()
         if self._epoch_data is not None:
@@ -356,15 +375,17 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         deal = self._epoch_data.deal
         assert deal is not None, "nobody is admitted where the data can't be dealt anew"
         state = rejoin.dump(self._trainer, deal.sampler.state_dict())
-        return State(state.replicated, (self._num_fits, state.own))
+        return State(state.replicated, (self.num_fits, state.own))
 
     def _take(self, state: State) -> None:
         num_fits, own = state.own
         assert self._trainer is not None
         assert self._epoch_data is not None
         deal = self._epoch_data.deal
-        if deal is None or num_fits != self._num_fits:
-            raise ValueError(f"the job is in its fit number {num_fits}, this process in number {self._num_fits}")
+        if deal is None:
+            raise ValueError("the data can't be dealt anew in the middle of an epoch")
+        if num_fits != self.num_fits:
+            raise ValueError(f"the job is in its fit number {num_fits}, this process in number {self.num_fits}")
         deal.sampler.load_state_dict(rejoin.restore(self._trainer, State(state.replicated, own)))
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
@@ -493,6 +514,10 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         if "ft_ddp" not in strategy_registry:
             strategy_registry.register("ft_ddp", cls, description=(cls.__doc__ or "").splitlines()[0])
+
+
+def _was_started_again() -> bool:
+    return int(os.environ.get("LIGHTNING_FT_INCARNATION", "1")) > 1
 
 
 def _fall_silent() -> None:

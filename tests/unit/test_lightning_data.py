@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from lightning_ft import lightning_data, lightning_internals
 from lightning_ft.data.sampler import ElasticDistributedSampler
 
+pytestmark = pytest.mark.filterwarnings("default")  # what Lightning warns of, of itself and of the test
+
 
 @pytest.mark.parametrize(
     ("owner", "name", "text"),

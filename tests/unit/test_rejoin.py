@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import shutil
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ft import lightning_internals, rejoin
 from lightning_ft.comm.transfer import State
+
+pytestmark = pytest.mark.filterwarnings("default")  # what Lightning warns of, of itself and of the test
 
 
 @pytest.mark.parametrize(
@@ -105,6 +108,7 @@ def test_a_fit_goes_on_where_another_is(tmp_path: Any, epoch: int, batch: int) -
 
     expected_trainer, expected = fit(tmp_path / "first", keep, seed=1)
     (state,) = kept
+    shutil.rmtree(tmp_path / "first")  # or the same checkpoints would get other names
     has_joined = []
 
     def join(trainer: pl.Trainer) -> None:
@@ -113,7 +117,8 @@ def test_a_fit_goes_on_where_another_is(tmp_path: Any, epoch: int, batch: int) -
             assert rejoin.restore(trainer, found) == {"of": "the sampler"}
             fetcher = trainer.fit_loop._data_fetcher
             assert fetcher is not None
-            iter(fetcher)
+            with torch.random.fork_rng():  # which a new iterator draws from, here as on all ranks
+                iter(fetcher)
             fetcher.fetched = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             has_joined.append(True)
 

@@ -169,7 +169,7 @@ class Reduce(Operation):
         self._tensors = [tensor.detach() for tensor in tensors]  # autograd refuses to write into parameters
         self._is_slotted = is_slotted
         self._is_average = op == dist.ReduceOp.AVG
-        self._is_sum = op == dist.ReduceOp.SUM
+        self._op = op
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.SUM if self._is_average else op  # type: ignore[assignment]
         self._deliver = deliver
@@ -213,9 +213,13 @@ class Reduce(Operation):
 
     @override
     def echo(self, num_members: int) -> None:
-        if self._is_sum:
-            for tensor in self._tensors:
+        for tensor in self._tensors:
+            if self._op == dist.ReduceOp.SUM:
                 tensor.mul_(num_members)
+            elif self._op == dist.ReduceOp.PRODUCT:
+                tensor.pow_(num_members)
+            elif self._op == dist.ReduceOp.BXOR and num_members % 2 == 0:
+                tensor.zero_()
         if self._deliver is not None:
             self._deliver()
 
@@ -349,7 +353,7 @@ class Broadcast(Operation):
 
     @override
     def echo(self, num_members: int) -> None:
-        if self._is_slotted:  # only the root has anything
+        if not self._is_any_root and self._root != num_members - 1:  # what only another has can't be known
             super().echo(num_members)
         self.adopt([self._flat])
 

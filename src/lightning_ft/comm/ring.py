@@ -23,7 +23,7 @@ from lightning_ft.comm.live_view import LiveView
 from lightning_ft.comm.operations import Kind, Operation, Place, Reduce
 from lightning_ft.comm.recovery import Recovery, redone
 from lightning_ft.comm.sequence import CollectiveSequence, Settled
-from lightning_ft.comm.transfer import State, StateTransfer
+from lightning_ft.comm.transfer import Cargo, State, StateTransfer, pack
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.activity import Activity
 from lightning_ft.coordinator.client import MembershipClient, NextView
@@ -101,8 +101,10 @@ class Ring:
         self._settled_step = 0
         self._num_made: dict[str, int] = {}
         self._suspects: tuple[str, ...] = ()
+        self._broken: tuple[str, ...] = ()
         self._is_closed = False
         self._carriers: list[weakref.ref[Carrier]] = []
+        self._why_closed: str | None = None
         self._admit: Callable[[Place, SettlePlan], None] | None = None
         self.is_outside = is_joiner
         self.is_admission_due = False
@@ -154,8 +156,27 @@ class Ring:
 
     @property
     def is_join_pending(self) -> bool:
-        """Whether somebody waits to join, and could: sub-groups can't be joined yet."""
-        return self._client.is_join_pending and not self._groups
+        """Whether somebody waits to join."""
+        return self._client.is_join_pending
+
+    @property
+    def is_closed_to_joiners(self) -> bool:
+        """Whether this member has something that a joiner could not take over."""
+        return bool(self._groups) or self._why_closed is not None
+
+    def close_to_joiners(self, reason: str) -> None:
+        """Let nobody join from now on.
+
+        Raises:
+            LaunchError: This process itself wants to.
+        """
+        if self.is_outside:
+            raise LaunchError(
+                f"joining the job failed: {reason}, which a process that was started while the job ran can't take "
+                "over. Set respawn=False.",
+                member=self.member,
+            )
+        self._why_closed = self._why_closed or reason
 
     def join(self, give: Callable[[], State], take: Callable[[State], None]) -> bool:
         """Say that all slow work is done, wait until the members admit this process, and take the job's state.
@@ -169,7 +190,7 @@ class Ring:
         Raises:
             FaultToleranceError: It was not admitted, or can't go on.
         """
-        with self._lock:
+        with self._lock, _caller_errors:
             self._client.start()
             following = self._client.join()
             if following is None:
@@ -186,7 +207,7 @@ class Ring:
         Raises:
             FaultToleranceError: This member can't go on.
         """
-        with self._lock:
+        with self._lock, _caller_errors:
             self.is_admission_due = False
             self._pass_boundary(give, take)
 
@@ -197,35 +218,60 @@ class Ring:
     def _live_carriers(self) -> list[Carrier]:
         return [carrier for reference in self._carriers if (carrier := reference()) is not None]
 
+    def forget(self, carrier: Carrier) -> None:
+        """Have it handed over no more. All members must do so alike: what the collector frees, it frees at any time."""
+        self._carriers = [reference for reference in self._carriers if reference() is not carrier]
+
     def _pass_boundary(
         self, give: Callable[[], State], take: Callable[[State], None], following: NextView | None = None
     ) -> None:
         """Every member passes it once, with one number at its end: with it rank and world size follow the view."""
         if self.world.last is not None:
             self._complete(self.world, self.world.last)
+        carriers = self._live_carriers()
+        for carrier in carriers:
+            carrier.prepare()
+
+        def load() -> Cargo:
+            state = give()
+            return pack(State(state.replicated, (self.step, [carrier.give() for carrier in carriers], state.own)))
 
         def take_all(state: State) -> None:
+            self.activity.go_on()  # from here on the others wait for this process
             step, carried, own = state.own
-            for carrier, part in zip(self._live_carriers(), carried, strict=True):
+            for carrier, part in zip(carriers, carried, strict=True):
                 carrier.take(part)
             take(State(state.replicated, own))
             self.step = self._client.step = step
+            self.activity.wait("a boundary")
 
-        def give_all() -> State:
-            state = give()
-            return State(
-                state.replicated, (self.step, [carrier.give() for carrier in self._live_carriers()], state.own)
-            )
-
-        for carrier in self._live_carriers():
-            carrier.prepare()
-        self._admit = StateTransfer(give_all, take_all, self.activity.progress).run
+        # Before anybody waits: what a user's hooks do in it may fail, or take collectives of their own.
+        cargo = self._load_or_close(load) if following is None else None
+        self._admit = StateTransfer(load if cargo is None else lambda: cargo, take_all, self._say_progress).run
         self._recovery = Recovery(time.monotonic(), before=() if self._view is None else self._view.members)
+        self.activity.wait("a boundary")
         try:
-            self._recover("join", following=following, admits=True)
+            self._recover("join", following=following, admits=cargo is not None or following is not None)
         finally:
             self._admit = None
+            self.activity.go_on()
         self.run(self.world, Reduce([torch.zeros(1)]))
+
+    def _load_or_close(self, load: Callable[[], Cargo]) -> Cargo | None:
+        try:
+            return load()
+        except FaultToleranceError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a joiner is no reason for those that train to end
+            _log.exception(
+                "[%s g%d] nobody can join: the state can't be handed over", self.member, self.view.generation
+            )
+            self.close_to_joiners(f"its state can't be handed over ({error})")
+            return None
+
+    def _say_progress(self, what: str) -> None:
+        self.activity.progress(what)
+        self.activity.start_anew()
 
     def submit(self, sequence: CollectiveSequence, operation: Operation) -> None:
         """Enter the next number of a sequence, after the one before it is final.
@@ -354,7 +400,7 @@ class Ring:
         Raises:
             FaultToleranceError: It is none, or can't find out.
         """
-        if self._is_closed:
+        if self._is_closed or self.is_outside:
             return
         with self._silent_if_lost():
             if waits_for_coordinator:
@@ -476,8 +522,9 @@ class Ring:
                 _log.debug("[%s g%d] establishing failed: %s", self.member, view.generation, error)
                 if recovery.rounds > _QUICK_ROUNDS:  # nobody is gone, and still it can't be done: don't spin
                     time.sleep(min(1.0, 0.01 * 2.0 ** (recovery.rounds - _QUICK_ROUNDS)))
-                suspects, self._suspects = self._suspects, ()
-                reason = "unreachable" if suspects else "connection"
+                reason = "unreachable" if self._suspects else "connection"
+                suspects = self._suspects or self._broken
+                self._suspects = self._broken = ()
                 continue
             return
 
@@ -501,6 +548,7 @@ class Ring:
         if self._suspended_generation >= view.generation:  # the news overtook the view
             view.sever()
         self._views[view.generation] = view.members
+        self._leavers = self._client.leavers  # of this view
         return view
 
     def _break_view(self) -> None:
@@ -544,6 +592,12 @@ class Ring:
         pending = sequence.pending
         try:
             settled = sequence.settle(place, members_of, self._admit if sequence is self.world else None)
+        except BaseException:
+            if not self.view.is_severed:
+                self._broken = tuple(place.members[rank] for rank in place.inner.broken_peers())
+            self.view.forget(place.inner)
+            self._transport.free(place.inner)
+            raise
         finally:  # what was adopted stays, even if settling has to be repeated
             if pending is not None and pending.is_final:
                 self._finalized(sequence, pending)

@@ -67,6 +67,7 @@ class CollectiveSequence:
         self._kept: Operation | None = None
         self._shown = 0
         self._first_generation = 0
+        self._first_is_void = 0
         self._refused = 0
         self._num_failures = 0
         self._failed_among: tuple[str, ...] = ()
@@ -168,7 +169,7 @@ class CollectiveSequence:
         )
         reach("recover.handover")
         if plan.joiners:
-            self._admit(plan, place, admit, max(row[2] for row in rows))
+            self._admit(plan, place, admit, rows)
         elif plan.donor is not None:
             generation = rows[plan.donor][2]
             self._hand_over(plan, generation, members_of(generation), place)
@@ -190,7 +191,11 @@ class CollectiveSequence:
         )
 
     def _admit(
-        self, plan: SettlePlan, place: Place, admit: Callable[[Place, SettlePlan], None] | None, kept_generation: int
+        self,
+        plan: SettlePlan,
+        place: Place,
+        admit: Callable[[Place, SettlePlan], None] | None,
+        rows: list[list[int]],
     ) -> None:
         if admit is None or plan.donor is not None:
             raise ProtocolViolationError(
@@ -201,7 +206,8 @@ class CollectiveSequence:
         admit(place, plan)
         if not self.has_state:  # from here on it stands where the others stand, whether they confirm it or not
             self.completed, self.has_state = plan.target, True
-            self._first_generation = kept_generation
+            self._first_generation = max(row[2] for row in rows)
+            self._first_is_void = max(row[1] for row in rows)
 
     def _finalize(self, operation: Operation, generation: int, members: tuple[str, ...]) -> None:
         if operation.is_void and operation.number == self._refused:
@@ -232,7 +238,7 @@ class CollectiveSequence:
         own = torch.tensor(
             [
                 self.completed if self.has_state else -1,
-                int(kept is not None and kept.is_void),
+                self._first_is_void if kept is None else int(kept.is_void),
                 self._first_generation if kept is None else kept.final_generation,
                 Kind.NONE if pending is None else pending.kind,
                 Kind.NONE if kept is None else kept.kind,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +33,24 @@ class State(NamedTuple):
     own: Any
 
 
+class Cargo(NamedTuple):
+    """A state that is ready to be sent.
+
+    Attributes:
+        skeleton: All of it but the tensors of the replicated part, pickled.
+        tensors: These.
+    """
+
+    skeleton: bytes
+    tensors: list[Tensor]
+
+
 class StateTransfer:
     """Both ends of a transfer; run by all members of a view that holds joiners, as often as it fails.
 
     Args:
-        give: Called on a donor; what it returns must not change until the transfer has ended.
-        take: Called on a joiner with all of it, once it has arrived whole.
+        load: Returns what a donor sends; it must not change until the transfer has ended.
+        take: Called on a joiner with the state, once it has arrived whole.
         progress: Called after each piece.
 
     Attributes:
@@ -45,9 +58,9 @@ class StateTransfer:
     """
 
     def __init__(
-        self, give: Callable[[], State], take: Callable[[State], None], progress: Callable[[str], None]
+        self, load: Callable[[], Cargo], take: Callable[[State], None], progress: Callable[[str], None]
     ) -> None:
-        self._give = give
+        self._load = load
         self._take = take
         self._progress = progress
         self.num_bytes = 0
@@ -57,39 +70,30 @@ class StateTransfer:
 
         Raises:
             RuntimeError: A member failed; nothing was taken.
+            LaunchError: This process is a joiner, and the state does not fit it.
         """
         is_joiner = place.rank in plan.joiners
-        packed = b"" if is_joiner else _pack(self._give())
-        skeleton, tensors = (b"", []) if isinstance(packed, bytes) else packed
-        layout = zlib.crc32(repr([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]).encode())
+        cargo = Cargo(b"", []) if is_joiner else self._load()
+        layout = zlib.crc32(repr([(tensor.dtype, tuple(tensor.shape)) for tensor in cargo.tensors]).encode())
         slots = [torch.zeros(2, dtype=torch.int64) for _ in place.members]
-        place.inner.wait(place.group.allgather([slots], [torch.tensor([layout, len(skeleton)])]))
+        place.inner.wait(place.group.allgather([slots], [torch.tensor([layout, len(cargo.skeleton)])]))
         holders = [rank for rank in range(place.size) if rank not in plan.joiners]
         first = holders[0]
         donors = [rank for rank in holders if slots[rank][0] == slots[first][0]]
         header = torch.empty(int(slots[first][1]), dtype=torch.uint8)
         if place.rank == first:
-            header = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
+            header = torch.frombuffer(bytearray(cargo.skeleton), dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank = first
         place.inner.wait(place.group.broadcast([header], options))
         if is_joiner:
-            unpacker = _Unpacker(header.numpy().tobytes())
+            with _own_errors(place):
+                unpacker = _Unpacker(header.numpy().tobytes())
             self._move(place, unpacker.tensors, donors, (place.rank,))
-            self._hand_in(unpacker, place)
+            with _own_errors(place):
+                self._take(unpacker.state())
         elif place.rank in donors:
-            self._move(place, [tensor.cpu().contiguous() for tensor in tensors], donors, plan.joiners)
-
-    def _hand_in(self, unpacker: _Unpacker, place: Place) -> None:
-        try:
-            self._take(unpacker.state())
-        except Exception as error:  # it is not the ring that broke
-            raise LaunchError(
-                f"joining the job failed: its state does not fit this process: {error}. Do all start the same script "
-                "with the same arguments?",
-                member=place.members[place.rank],
-                generation=place.generation,
-            ) from error
+            self._move(place, [tensor.cpu().contiguous() for tensor in cargo.tensors], donors, plan.joiners)
 
     def _move(self, place: Place, tensors: Sequence[Tensor], donors: Sequence[int], joiners: Sequence[int]) -> None:
         """Send the own stripe to all joiners, or receive all stripes."""
@@ -103,6 +107,35 @@ class StateTransfer:
         for index, work in enumerate(works):
             place.inner.wait(work)
             self._progress(f"handing over the state, piece {index + 1} of {len(works)}")
+
+
+@contextlib.contextmanager
+def _own_errors(place: Place) -> Iterator[None]:
+    """Whatever a joiner can't do with the state is its own error: it is not the ring that broke."""
+    try:
+        yield
+    except Exception as error:
+        raise LaunchError(
+            f"joining the job failed: its state does not fit this process: {error}. Do all start the same script with "
+            "the same arguments?",
+            member=place.members[place.rank],
+            generation=place.generation,
+        ) from error
+
+
+def pack(state: State) -> Cargo:
+    """Make a state ready to be sent; its tensors are not copied.
+
+    Raises:
+        Exception: Whatever something in it says that can't be pickled.
+    """
+    replicated, own = io.BytesIO(), io.BytesIO()
+    packer = _Packer(replicated)
+    packer.dump(state.replicated)
+    torch.save(state.own, own)
+    tensors = [tensor.detach() for tensor in packer.tensors]
+    layout = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors]
+    return Cargo(pickle.dumps((replicated.getvalue(), own.getvalue(), layout)), tensors)
 
 
 def _pieces(tensors: Sequence[Tensor], donors: Sequence[int]) -> list[tuple[int, Tensor]]:
@@ -135,7 +168,7 @@ class _Packer(pickle.Pickler):
             return None
         number = self._number_of.setdefault(id(obj), len(self.tensors))
         if number == len(self.tensors):
-            self.tensors.append(obj.detach())
+            self.tensors.append(obj)  # itself: the number of one that is gone would be given again
         return number, str(obj.dtype).removeprefix("torch."), tuple(obj.shape)
 
 
@@ -155,12 +188,3 @@ class _Unpacker:
         unpickler.persistent_load = lambda key: self.tensors[key[0]]  # type: ignore[method-assign]
         own = torch.load(io.BytesIO(self._own), map_location="cpu", weights_only=False)
         return State(unpickler.load(), own)
-
-
-def _pack(state: State) -> tuple[bytes, list[Tensor]]:
-    replicated, own = io.BytesIO(), io.BytesIO()
-    packer = _Packer(replicated)
-    packer.dump(state.replicated)
-    torch.save(state.own, own)
-    layout = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in packer.tensors]
-    return pickle.dumps((replicated.getvalue(), own.getvalue(), layout)), packer.tensors

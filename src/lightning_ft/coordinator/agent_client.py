@@ -84,6 +84,11 @@ class AgentClient:
         self._is_done = True
         self._link.send(wire.encode(wire.AgentDone()))
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the coordinator was last in contact; 0 while it is."""
+        return self._link.silent_s()
+
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything was handed to the kernel, connecting first if necessary.
 

@@ -188,7 +188,7 @@ class Enrolment:
         self.view = View(message.generation, members)
         self.request = None
         self.following = NextView(self.view, message.meeting)
-        self.leavers = {member: completed for member, completed in self.leavers.items() if member in members}
+        self.leavers = {}  # whoever is needed once more leaves again, and whoever has come back has not left
         self.is_join_pending = False
         self._num_mismatches = 0
         return (Sever(message.generation),) if self._severed >= message.generation else ()

@@ -106,6 +106,7 @@ class Link:
 
     async def run(self) -> None:
         """Connect, and again, until cancelled; then say goodbye."""
+        self._lost_at_s = time.monotonic()  # it may have been made long before
         beats = asyncio.get_running_loop().create_task(self._beat())
         try:
             await self._connect_forever()

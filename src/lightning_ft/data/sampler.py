@@ -151,6 +151,11 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         return self._cursor.num_left
 
     @property
+    def num_taken(self) -> int:
+        """Samples that each member has taken in this epoch, in all deals."""
+        return self._cursor.taken
+
+    @property
     def num_deals(self) -> int:
         """How often samples were dealt: epochs and loaded states included."""
         return self._num_deals

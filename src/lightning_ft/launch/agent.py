@@ -141,6 +141,7 @@ class Agent:
         self._early_signals: list[signal.Signals] | None = []
         self._given_up = asyncio.Event()
         self._asked_to_stop = asyncio.Event()
+        self._restarts_end = asyncio.Event()
         self._is_ending = asyncio.Event()
         for name in unknown_variables(os.environ):
             logger.warning("the environment variable %s means nothing to lightning_ft; is it misspelt?", name)
@@ -261,23 +262,26 @@ class Agent:
         """Follow a slot's child to its end, and start it again as often as it may be."""
         while await self._watch(child) and self._may_restart(child):
             pause_s = 0.0 if child.incarnation == 1 else min(_MAX_BACKOFF_S, 2.0 ** (child.incarnation - 2))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_ending.wait(), pause_s)
-            if self._may_restart(child):
-                logger.info(
-                    "[%s] starting it again (%d of %d)", child.member, child.incarnation, self._settings.max_restarts
-                )
-                try:
-                    child = start(child.slot, child.incarnation + 1)
-                except LaunchError:
-                    logger.exception("[%s] it stays away", child.member)
-                    return
+            assert self._client is not None
+            waits = (self._is_ending.wait(), self._client.stopped.wait(), self._restarts_end.wait())
+            await _first_of(*waits, timeout_s=pause_s)
+            if not self._may_restart(child):
+                return
+            logger.info(
+                "[%s] starting it again (%d of %d)", child.member, child.incarnation, self._settings.max_restarts
+            )
+            try:
+                child = start(child.slot, child.incarnation + 1)
+            except LaunchError:
+                logger.exception("[%s] it stays away", child.member)
+                return
 
     def _may_restart(self, child: _Child) -> bool:
         assert self._client is not None
         is_wanted = self._settings.respawn and child.incarnation <= self._settings.max_restarts
-        is_over = self._client.stopped.is_set() or self._asked_to_stop.is_set() or self._is_ending.is_set()
-        return is_wanted and not is_over
+        is_over = self._client.stopped.is_set() or self._restarts_end.is_set() or self._is_ending.is_set()
+        is_cut_off = self._client.silent_s > self._settings.heartbeat_timeout  # it would find no job to join
+        return is_wanted and not is_over and not is_cut_off
 
     async def _watch(self, child: _Child) -> bool:
         """Follow a child to its end. Returns: Whether it failed."""
@@ -388,6 +392,8 @@ class Agent:
         if self._early_signals is not None:
             self._early_signals.append(number)  # some children don't exist yet
             return
+        if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._restarts_end.set()  # whoever ends now does so because it was asked to
         if number in (signal.SIGINT, signal.SIGTERM):
             self._asked_to_stop.set()
         if not self._alive():

@@ -167,7 +167,7 @@ def _on_ready(turn: Turn, event: events.Ready) -> None:
         if live is not None:  # it was admitted and missed it
             live = turn.put(live, address=event.address, **_heard(turn))
             _catch_up(turn, live, 0)
-    elif member is not None and member.incarnation is None and member.status is Status.RUNNING:
+    elif member is not None and member.incarnation is None and event.incarnation == 1:
         _refuse(turn, event, "ready from a member of the first view, which must say hello")
     else:
         is_first = not turn.state.joiners

@@ -67,7 +67,7 @@ def hand_over(places: list[Place], joiners: tuple[int, ...], states: list[State]
     runs = []
     for place in places:
         own = StateTransfer(
-            lambda rank=place.rank: states[rank],
+            lambda rank=place.rank: transfer.pack(states[rank]),
             lambda found, rank=place.rank: taken.update({rank: found}),
             lambda _: None,
         )
@@ -120,7 +120,7 @@ def test_a_state_that_does_not_fit_is_the_joiners_own_error(places: list[Place])
 
     def run(place: Place) -> None:
         try:
-            StateTransfer(lambda: state(0), refuse, lambda _: None).run(place, plan)
+            StateTransfer(lambda: transfer.pack(state(0)), refuse, lambda _: None).run(place, plan)
         except LaunchError as error:
             errors.append(error)
         done.release()

@@ -114,14 +114,14 @@ def test_suspend_that_overtakes_its_view_is_kept(running: Enrolment) -> None:
     assert running.take(view(2, None, (), ("0/0", "0/1"), 2)) == (Sever(2),)
 
 
-def test_leavers_are_kept_until_they_are_out(running: Enrolment) -> None:
-    """A leaver is told once, and forgotten with the view that it leaves."""
+def test_leavers_are_those_of_the_view(running: Enrolment) -> None:
+    """A leaver is told once, and forgotten with the view: who is needed in the next one leaves again."""
     assert running.take(effects.NotifyLeaving("0/1", "0/0", 7)) == (Left("0/0", 7),)
     assert running.take(effects.NotifyLeaving("0/1", "0/0", 7)) == ()
     assert running.take(effects.NotifyLeaving("0/1", "0/2", 8)) == (Left("0/2", 8),)
     running.park(7, "leave", admits=False)
     running.take(view(2, 1, ("0/0",), (), 2))
-    assert running.leavers == {"0/2": 8}
+    assert running.leavers == {}
 
 
 def test_leaver_may_be_given_a_view_first(running: Enrolment) -> None:
