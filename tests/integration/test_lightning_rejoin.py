@@ -42,9 +42,9 @@ def check_fit(job: jobs.Job, num_epochs: int, num_lost: int) -> None:
     assert sorted(hashes) == list(range(1, len(hashes) + 1))
     assert {epoch for _, epoch, _ in hashes.values()} == set(range(num_epochs))
     check_data(job, 4, num_epochs)
-    assert [int(row["step"]) for row in log_rows(job) if row["loss"]] == list(range(len(hashes)))
+    assert [int(row["step"]) for row in log_rows(job, "batchnorm") if row["loss"]] == list(range(len(hashes)))
     ends = {epoch: step for step, (_, epoch, _) in hashes.items()}  # the last step of each
-    (directory,) = job.out.glob("logs/adamw/version_*/checkpoints")
+    (directory,) = job.out.glob("logs/batchnorm/version_*/checkpoints")
     last = torch.load(directory / "last.ckpt", weights_only=False)
     assert last["global_step"] == ends[last["epoch"]], "Lightning saves the last when it saves one of the best"
     best = {path.name for path in directory.glob("epoch*.ckpt")}
@@ -55,6 +55,6 @@ def check_fit(job: jobs.Job, num_epochs: int, num_lost: int) -> None:
 def test_the_dead_come_back(tmp_path: pathlib.Path) -> None:
     """Two of four, rank 0 among them: with weights, optimizer, counters, callbacks and data of the others."""
     faults = "0/1=commit.done@10; 0/0=reduction.issued@25"
-    program = ["lightning_fit.py", "--devices", "4", "--epochs", "16", "--hold"]
+    program = ["lightning_fit.py", "--devices", "4", "--epochs", "16", "--hold", "--case", "batchnorm"]
     with jobs.running_script(tmp_path, program, {**RESPAWN, "LIGHTNING_FT_FAIL_AT": faults}) as job:
         check_fit(job, 16, num_lost=2)

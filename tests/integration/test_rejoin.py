@@ -39,6 +39,13 @@ def test_the_dead_come_back(tmp_path: pathlib.Path) -> None:
         check_full_again(job, 2, model="batchnorm")
 
 
+def test_whoever_has_left_can_come_back(tmp_path: pathlib.Path) -> None:
+    """One that left with a failure of its own is started again, and is not taken for the leaver that it was."""
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@10:exit"}
+    with jobs.running(tmp_path, 4, ["plain_loop.py", "20", "--full"], RESPAWN | faults) as job:
+        check_full_again(job, 0, model="mlp")
+
+
 POINTS = ("sever", "park", "build", "exchange", "handover", "confirm")
 VICTIMS = {"first donor": "0/0", "last donor": "0/3", "joiner": "0/1#2"}
 

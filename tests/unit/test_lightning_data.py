@@ -174,3 +174,49 @@ def test_validations_within_the_epoch_follow_its_length() -> None:
     half = Half(2, val_check_interval=0.34)
     half.fit()
     assert half.validated == [2, 3, 6, 9]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("saved_after", "expected"), [(12, 6), (9, 3 + 6)], ids=["epoch's end", "mid-epoch"])
+def test_a_resumed_fit_has_as_many_batches_as_with_the_stock_sampler(
+    tmp_path: Any, saved_after: int, expected: int, num_workers: int
+) -> None:
+    """Lightning trains on what is left of the epoch by its count, from the start of its order."""
+    first = Half(99, max_epochs=2)
+    path = tmp_path / "saved.ckpt"
+    note = first.on_train_batch_end
+
+    def save(*_: Any) -> None:
+        note()
+        if first.trainer.global_step == saved_after and saved_after < 12:
+            first.trainer.save_checkpoint(path)
+
+    first.on_train_batch_end = save  # type: ignore[method-assign]
+    first.fit()
+    if saved_after == 12:
+        first.trainer.save_checkpoint(path)
+    resumed = Half(99, max_epochs=3)
+    loader = DataLoader(Numbers(), 2, sampler=resumed.sampler, num_workers=num_workers)
+    resumed.trainer.fit(resumed, loader, DataLoader(Numbers(), 24), ckpt_path=path)
+    assert len(resumed.seen) == expected
+    assert resumed.trainer.global_step == 18
+
+
+def test_a_death_in_a_resumed_epoch_leaves_what_was_done_before(tmp_path: Any) -> None:
+    """The epoch of 6 has 3 batches left, of which one is done when the other rank dies: 2 x 2 + 1 of 6 are left."""
+    first = Half(99, max_epochs=1)
+    path = tmp_path / "saved.ckpt"
+    note = first.on_train_batch_end
+
+    def save(*_: Any) -> None:
+        note()
+        if first.trainer.global_step == 3:
+            first.trainer.save_checkpoint(path)
+
+    first.on_train_batch_end = save  # type: ignore[method-assign]
+    first.fit()
+    resumed = Half(4, max_epochs=1)
+    loader = DataLoader(Numbers(), 2, sampler=resumed.sampler)
+    resumed.trainer.fit(resumed, loader, DataLoader(Numbers(), 24), ckpt_path=path)
+    assert 3 < len(resumed.seen) < 12
+    assert resumed.last[-1]

@@ -665,3 +665,32 @@ def test_view_change_of_ten_thousand_members_is_linear() -> None:
         job.park(member, 3)
     assert job.state.generation == 2
     assert time.process_time() - started_s < 20.0  # a quadratic core takes minutes
+
+
+def test_a_second_process_of_a_member_that_never_came_may_join() -> None:
+    """The news that the first one has ended may come later; until it does, the member is not admitted twice."""
+    job = Job(A, B)
+    job.hello(A)
+    job.park(A, reason="start")
+    job.ready(B, incarnation=2)
+    assert job.state.joiners[B].incarnation == 2
+    assert job.state.phase is Phase.SUSPENDED
+    job.feed(events.Exited(B, 1, -9, "killed by SIGKILL"))
+    assert job.state.view.members == (A,)
+    job.park(A, 7, reason="join", admits=True)
+    assert job.state.view.members == (A, B)
+    assert not job.state.members[B].has_state
+
+
+def test_whoever_is_ready_too_late_is_released_or_stopped_as_the_job_was() -> None:
+    """A job that all have left is no failure of the one that would have joined."""
+    left = Job.running(A)
+    left.ready(C)
+    left.leave(A)
+    assert effects.Release(C, 1, "all members left") in left.effects
+    assert left.ready(D, incarnation=3) == (effects.Release(D, 3, "all members left"),)
+    lost = Job.running(A)
+    lost.ready(C)
+    lost.feed(events.Exited(A, 1, 1, "exited with status 1"))
+    assert effects.Stop(C, "no member is left that could go on") in lost.effects
+    assert lost.ready(D) == (effects.Stop(D, "no member is left that could go on"),)
