@@ -52,9 +52,6 @@ class StateTransfer:
         load: Returns what a donor sends; it must not change until the transfer has ended.
         take: Called on a joiner with the state, once it has arrived whole.
         progress: Called after each piece.
-
-    Attributes:
-        num_bytes: How many the last run moved, to one joiner.
     """
 
     def __init__(
@@ -63,7 +60,6 @@ class StateTransfer:
         self._load = load
         self._take = take
         self._progress = progress
-        self.num_bytes = 0
 
     def run(self, place: Place, plan: SettlePlan) -> None:
         """Take part.
@@ -97,7 +93,6 @@ class StateTransfer:
 
     def _move(self, place: Place, tensors: Sequence[Tensor], donors: Sequence[int], joiners: Sequence[int]) -> None:
         """Send the own stripe to all joiners, or receive all stripes."""
-        self.num_bytes = sum(tensor.nbytes for tensor in tensors)
         works = []
         for tag, (donor, piece) in enumerate(_pieces(tensors, donors)):
             if place.rank == donor:
