@@ -2,19 +2,21 @@
 
     python examples/digits.py --devices 4
 
-The digits (1797 images of 8 x 8 pixels) ship inside scikit-learn. Kill any of the processes, rank 0 too, and the others
-go on; `--strategy ddp` is stock Lightning, for comparison. At the end rank 0 prints the accuracy on the whole test set.
+The digits are 1797 images of 8 x 8 pixels (`digits.npz`, see README.md beside it). Kill any of the processes, rank 0
+too, and the others go on; `--strategy ddp` is stock Lightning, for comparison. At the end rank 0 prints the accuracy on
+the whole test set.
 """
 
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
@@ -73,9 +75,9 @@ class DigitsModel(L.LightningModule):
 
 def load(seed: int) -> tuple[Dataset[tuple[Tensor, ...]], ...]:
     """Return the digits in three parts, always the same for a seed: training, validation, test."""
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / MAX_PIXEL
-    data = TensorDataset(images, torch.tensor(digits.target))
+    digits = np.load(pathlib.Path(__file__).with_name("digits.npz"))
+    images = torch.tensor(digits["images"], dtype=torch.float32).unsqueeze(1) / MAX_PIXEL
+    data = TensorDataset(images, torch.tensor(digits["labels"], dtype=torch.int64))
     return tuple(random_split(data, [0.6, 0.2, 0.2], torch.Generator().manual_seed(seed)))
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._dynamo.callback import callback_handler
-
 from lightning_ft.comm.backend import progress
 from lightning_ft.coordinator.patience import AFTER
 
@@ -19,6 +17,8 @@ _COMPILING = "compiling a graph"
 
 def report_compilations() -> None:
     """Have each compilation of this process count as progress when it begins and when it ends; idempotent."""
+    from torch._dynamo.callback import callback_handler  # takes a second, which agents needn't spend
+
     if _begin not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_begin)
         callback_handler.register_end_callback(_end)
