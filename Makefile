@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: setup
 	@command -v ip >/dev/null || test "$$(id -u)" != 0 || { apt-get update -q && apt-get install -y -q iproute2; }
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
 
 test-quick: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests/unit tests/property $(PYTEST_ARGS)

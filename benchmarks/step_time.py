@@ -56,6 +56,10 @@ class Job:
         result: dict[str, float] = json.loads(self.path.with_suffix(".json").read_text())
         return result
 
+    def cpu_s(self) -> float:
+        """Return the CPU time that its processes have used."""
+        return sum(sum(process.cpu_times()[:2]) for process in [self.process, *self.process.children(recursive=True)])
+
     def laps(self) -> list[tuple[float, float]]:
         """Return begin and end of each step so far."""
         data = self.path.with_suffix(".laps").read_bytes()
@@ -72,31 +76,44 @@ def measure(size: str, num_slices: int, directory: pathlib.Path) -> str:
             memory[strategy] = jobs[strategy].wait_until_warm()
             jobs[strategy].signal(signal.SIGSTOP)
         slices: dict[str, list[tuple[float, float]]] = {strategy: [] for strategy in STRATEGIES}
+        used_s: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
         for number in range(2 * num_slices):
             strategy = STRATEGIES[(number + number // 2) % 2]  # ddp ft ft ddp ddp ft ...: neither is always first
+            before_s = jobs[strategy].cpu_s()
             jobs[strategy].signal(signal.SIGCONT)
             begin_s = time.monotonic()
             time.sleep(SLICE_S[size])
             slices[strategy].append((begin_s, time.monotonic()))
             jobs[strategy].signal(signal.SIGSTOP)
+            used_s[strategy].append(jobs[strategy].cpu_s() - before_s)
     finally:
         for job in jobs.values():
             job.signal(signal.SIGKILL)
-    medians = {}
+    medians, cpu = {}, {}
     for strategy in STRATEGIES:
-        laps = jobs[strategy].laps()
-        medians[strategy] = [
-            statistics.median(end - begin for begin, end in laps if first <= begin and end <= last)
+        laps = [
+            [end - begin for begin, end in jobs[strategy].laps() if first <= begin and end <= last]
             for first, last in slices[strategy]
         ]
-    ratios = [ours / stock for stock, ours in zip(medians["ddp"], medians["ft_ddp"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+        medians[strategy] = [statistics.median(lap) for lap in laps]
+        # Of the step that a turn ends in, some is in it: it counts by the time that is left.
+        lengths = [last - first for first, last in slices[strategy]]
+        cpu[strategy] = [
+            used * statistics.mean(lap) / length
+            for used, lap, length in zip(used_s[strategy], laps, lengths, strict=True)
+        ]
     return (
         f"| {memory['ddp']['parameters'] / 1e6:.1f} M parameters, {SIZES[size][0]} ranks "
-        f"| {statistics.median(medians['ddp']) * 1e3:.1f} ms | {middle:.3f} ({low:.3f} to {high:.3f}) "
+        f"| {statistics.median(medians['ddp']) * 1e3:.1f} ms | {_ratio(medians)} | {_ratio(cpu)} "
         f"| {memory['ft_ddp']['settled_mb'] / memory['ddp']['settled_mb']:.3f} "
         f"| {memory['ft_ddp']['peak_mb'] / memory['ddp']['peak_mb']:.3f} |"
     )
+
+
+def _ratio(values: dict[str, list[float]]) -> str:
+    ratios = [ours / stock for stock, ours in zip(values["ddp"], values["ft_ddp"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:
@@ -106,10 +123,10 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     arguments = parser.parse_args()
     print(
-        "| model | step of ddp | step time, ratio (quartiles) "
+        "| model | step of ddp | step time, ratio (quartiles) | CPU time of a step, ratio (quartiles) "
         "| memory after the third step, ratio | peak memory, ratio |"
     )
-    print("|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|")
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as directory:
             print(measure(size, arguments.slices, pathlib.Path(directory)), flush=True)

@@ -18,8 +18,16 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI", "").lower() not in ("", "0", "false") else "dev")
 
 
-LIGHT = ("test_agent.py", "test_collectives.py", "test_coordinator.py", "test_data.py", "test_rejoin.py")
-"""Their members are few, or start without torch."""
+LIGHT = (
+    "test_agent.py",
+    "test_collectives.py",
+    "test_coordinator.py",
+    "test_data.py",
+    "test_kill_points.py",
+    "test_launch_ways.py",
+    "test_rejoin.py",
+)
+"""Their members are few, or start without Lightning."""
 
 
 class HeavyJobsInOneWorker(LoadScopeScheduling):

@@ -19,6 +19,7 @@ from lightning_ft.errors import (
     MembershipChangedError,
     ProtocolViolationError,
     QuorumLostError,
+    RepeatedFailureError,
 )
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "MembershipChangedError",
     "ProtocolViolationError",
     "QuorumLostError",
+    "RepeatedFailureError",
     "Settings",
     "StepCommit",
     "ft_ddp",

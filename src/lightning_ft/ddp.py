@@ -9,6 +9,7 @@ and only then queues what copies them back (tests/unit/test_ddp.py fails clearly
 """
 
 import dataclasses
+import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping
@@ -266,9 +267,9 @@ class FaultTolerantDDP(DistributedDataParallel):
     def _finish_at_the_end(self, reduction: GradientReduction) -> None:
         """Finish the step when backward has ended, but before DDP takes the result."""
         if reduction.is_delayed:  # DDP does not wait for the end of backward: it is there
-            self._finish_step()
+            self._finish_commit(reduction, self._finish_reduction(reduction))
         else:  # DDP queues its own callback right after its last bucket was taken, for the same (sub-)backward
-            _ENGINE.queue_callback(self._finish_step)
+            _ENGINE.queue_callback(functools.partial(self._reduce_then_commit, reduction))
 
     def _part(
         self, reduction: GradientReduction, tensor: Tensor, bucket: dist.GradBucket | None, *, is_map: bool
@@ -310,16 +311,25 @@ class FaultTolerantDDP(DistributedDataParallel):
             layouts.extend(list(zip(*pair, strict=True)) for pair in zip(parameters, offsets, strict=True))
         return layouts[index]
 
-    def _finish_step(self) -> None:
-        reduction = self._reduction
-        assert reduction is not None
+    def _reduce_then_commit(self, reduction: GradientReduction) -> None:
+        """Have DDP copy the result back while the commit is under way: whoever has the result needs no gradients."""
+        commit = self._finish_reduction(reduction)
+        _ENGINE.queue_callback(functools.partial(self._finish_commit, reduction, commit))  # after DDP's own
+
+    def _finish_reduction(self, reduction: GradientReduction) -> Commit:
+        """Finish the reduction and start the commit."""
         reach("reduction.wait")
         ring, sequence = self._world.ring, self._world.sequence
         ring.run(sequence, reduction)
         commit = Commit(
             int(self.is_stop_requested) + _JOINS * ring.is_join_pending + _CLOSED * ring.is_closed_to_joiners
         )
-        ring.run(sequence, commit)
+        ring.submit(sequence, commit)
+        return commit
+
+    def _finish_commit(self, reduction: GradientReduction, commit: Commit) -> None:
+        ring = self._world.ring
+        ring.finish(self._world.sequence, commit)
         ring.is_admission_due |= _JOINS <= commit.total < _CLOSED
         self._reduction = None
         if self.on_commit is not None:

@@ -6,6 +6,7 @@ Exception
     ├── MembershipChangedError   a collective can't be finished with the members that are left (mine to retry)
     ├── QuorumLostError          the members that are left may not go on (exit, resume later)
     │   └── CoordinatorLostError     perhaps they may, but the coordinator did not answer in time
+    ├── RepeatedFailureError     a rank fails with the same exception again and again (mend it, then resume)
     ├── EvictedError             this process is no longer a member (it has ended, or exit, write nothing)
     ├── ProtocolViolationError   a peer broke the protocol (a bug, or two versions in one job)
     └── LaunchError              the job could not be started
@@ -14,6 +15,8 @@ ValueError                       a setting is wrong; raised before anything is s
 """
 
 from __future__ import annotations
+
+import traceback
 
 
 class FaultToleranceError(Exception):
@@ -54,9 +57,22 @@ class CoordinatorLostError(QuorumLostError):
     """
 
 
+class RepeatedFailureError(FaultToleranceError):
+    """A rank that was started again failed as before, from the same line: that is a bug, which no restart mends."""
+
+
 class ProtocolViolationError(FaultToleranceError):
     """A message or a peer's state contradicts the protocol."""
 
 
 class LaunchError(FaultToleranceError):
     """The processes of the job could not be started."""
+
+
+def signature_of(error: BaseException) -> str:
+    """Return class and origin of an exception, by which it is known again; "" for those of this module."""
+    if isinstance(error, FaultToleranceError):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    origin = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__module__}.{type(error).__qualname__}{origin}"

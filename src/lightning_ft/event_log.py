@@ -201,7 +201,7 @@ def describe(event: str, fields: dict[str, Any]) -> tuple[int, str]:
     Returns: The logging level and the sentence.
     """
     if event == "failed":
-        fields = {**fields, "exception": exception_of(str(fields.get("exception", "")))}
+        fields = {"exception": exception_of(str(fields.get("exception", "")))}  # the traceback was shown already
     level, template = _SENTENCES.get(event, (logging.INFO, event.replace("_", " ")))
     if event == "member_exited" and fields.get("status"):
         level = logging.INFO

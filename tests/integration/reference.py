@@ -27,6 +27,7 @@ def final_weights(
     optimizer: str = "sgd",
     accumulate: int = 1,
     width: int = 64,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, torch.Tensor]:
     """Train alone: each step's gradient is the average over exactly the batches of its contributors.
 
@@ -36,7 +37,19 @@ def final_weights(
         optimizer: As for plain_loop.py.
         accumulate: As for plain_loop.py.
         width: As for plain_loop.py.
+        dtype: Of weights and data; 64 bits for `--double`.
     """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return _train(contributors, model, optimizer, accumulate, width)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _train(
+    contributors: Mapping[int, tuple[str, ...]], model: str, optimizer: str, accumulate: int, width: int
+) -> dict[str, torch.Tensor]:
     program = _program()
     torch.manual_seed(0)
     net = program.Net(model, width)

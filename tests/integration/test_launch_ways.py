@@ -54,16 +54,13 @@ def test_lightning_cli_with_the_name(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("value", "told"), [("0", "min_world_size must be at least 1, got 0"), ("many", "min_world_size")]
-)
-def test_lightning_cli_names_a_wrong_value(tmp_path: pathlib.Path, value: str, told: str) -> None:
+def test_lightning_cli_names_a_wrong_value(tmp_path: pathlib.Path) -> None:
     """A wrong value ends the program before anything is started, with its name."""
     config = tmp_path / "config.yaml"
-    config.write_text(CONFIG.format(root=tmp_path, min_world_size=value))
+    config.write_text(CONFIG.format(root=tmp_path, min_world_size=0))
     done = _run(["cli_fit.py", "fit", "--config", str(config)], tmp_path)
     assert done.returncode != 0
-    assert told in done.stderr
+    assert "min_world_size must be at least 1, got 0" in done.stderr
 
 
 def test_hydra(tmp_path: pathlib.Path) -> None:

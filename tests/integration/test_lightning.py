@@ -61,14 +61,13 @@ def log_rows(job: jobs.Job, case: str = "adamw") -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-def test_without_failure_it_is_bitwise_ddp(tmp_path: pathlib.Path, devices: int) -> None:
+def test_without_failure_it_is_bitwise_ddp(tmp_path: pathlib.Path) -> None:
     """Same seed, same number of ranks: the same final weights, bit for bit, as Lightning's own ddp on Gloo."""
     cases = [text for case in CASES for text in ("--case", case)]
     with contextlib.ExitStack() as both:  # side by side: each leaves a core idle while it starts
         started = []
         for strategy in ("ddp", "ft_ddp"):
-            program = ["lightning_fit.py", "--strategy", strategy, "--devices", str(devices), *cases]
+            program = ["lightning_fit.py", "--strategy", strategy, "--devices", "3", *cases]
             started.append(both.enter_context(jobs.running_script(tmp_path / strategy, program)))
         for job in started:
             assert job.finish(120) == 0, job.output()
@@ -214,25 +213,20 @@ def test_too_few_are_left(tmp_path: pathlib.Path) -> None:
             assert steps[-1] == 14, job.output()
 
 
-@pytest.mark.parametrize(
-    ("fault", "stage"), [("0/1=evaluation.batch@2", "test"), ("0/0=evaluation.batch@5", "predict")]
-)
-def test_evaluation_without_a_fit(tmp_path: pathlib.Path, fault: str, stage: str) -> None:
-    """Test and predict alone outlive a death, and say what is missing as soon as it is known."""
-    program = ["lightning_fit.py", "--devices", "3", "--skip-fit", "--test", "--predict"]
-    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": fault}) as job:
+def test_evaluation_without_a_fit(tmp_path: pathlib.Path) -> None:
+    """Test and predict alone outlive a death, and say what is missing; what comes after is dealt to those left."""
+    program = ["lightning_fit.py", "--devices", "4", "--skip-fit", "--test", "--predict"]
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/1=evaluation.batch@2; 0/0=evaluation.batch@5"}
+    with jobs.running_script(tmp_path, program, faults) as job:
         assert job.finish() == 0, job.output()
-        victim = fault.partition("=")[0]
-        survivors = [member for member in _members(3) if member != victim]
-        results = [[line for line in job.records(member) if line["event"] == "tested"] for member in survivors]
+        results = [[line for line in job.records(member) if line["event"] == "tested"] for member in ("0/2", "0/3")]
         assert results[0][0]["results"] == results[1][0]["results"]
         told = [event for event in job.events() if event["event"] == "evaluation_incomplete"]
-        if stage == "test":
-            assert [(event["stage"], event["missing"]) for event in told] == [("test", [victim])], job.output()
-        seen = {member: _predicted(job, member) for member in survivors}
-        if stage == "test":  # what comes after is dealt to those who are left
-            assert sorted(index for indices in seen.values() for index in indices) == list(range(120))
-        assert {len(indices) for indices in seen.values()} == {60 if stage == "test" else 40}
+        expected = [("test", ["0/1"]), ("predict", ["0/0"])]
+        assert [(event["stage"], event["missing"]) for event in told] == expected, job.output()
+        predicted = {member: _predicted(job, member) for member in ("0/2", "0/3")}
+        assert {len(indices) for indices in predicted.values()} == {40}, "the share of one of three"
+        assert not set(predicted["0/2"]) & set(predicted["0/3"])
 
 
 def _predicted(job: jobs.Job, member: str) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import pytest
+import torch
 
 from tests.integration import jobs, reference
 from tests.integration.test_kill_points import NUM_SWEEPS, check_weights
@@ -35,15 +36,32 @@ def check_full_again(job: jobs.Job, num_lost: int, **program: object) -> None:
 def test_the_dead_come_back(tmp_path: pathlib.Path) -> None:
     """Two that die, rank 0 among them, are started again, get the state, and train on from the very next step."""
     faults = {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@10; 0/0=commit.done@20"}
-    with jobs.running(tmp_path, 4, ["plain_loop.py", "40", "--full", "--model", "batchnorm"], RESPAWN | faults) as job:
-        check_full_again(job, 2, model="batchnorm")
+    with jobs.running(
+        tmp_path, 4, ["plain_loop.py", "40", "--full", "--double", "--model", "batchnorm"], RESPAWN | faults
+    ) as job:
+        check_full_again(job, 2, model="batchnorm", dtype=torch.float64)
 
 
 def test_whoever_has_left_can_come_back(tmp_path: pathlib.Path) -> None:
     """One that left with a failure of its own is started again, and is not taken for the leaver that it was."""
     faults = {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@10:exit"}
-    with jobs.running(tmp_path, 4, ["plain_loop.py", "20", "--full"], RESPAWN | faults) as job:
-        check_full_again(job, 0, model="mlp")
+    with jobs.running(tmp_path, 4, ["plain_loop.py", "20", "--full", "--double"], RESPAWN | faults) as job:
+        check_full_again(job, 0, model="mlp", dtype=torch.float64)
+
+
+def test_the_same_exception_again_and_again_ends_the_job(tmp_path: pathlib.Path) -> None:
+    """One that comes back, and raises what it raised before, shows its traceback; the others then end with it, too."""
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@10:raise; 0/1#2=commit.done@3:raise"}
+    settings = RESPAWN | faults | {"LIGHTNING_FT_MAX_RESTARTS": "2"}
+    with jobs.running(tmp_path, 3, ["plain_loop.py", "20", "--full"], settings) as job:
+        assert job.finish() == 1, job.output()
+        told = [(event["member"], event["exception"]) for event in job.events() if event["event"] == "failed"]
+        assert [member for member, _ in told[:2]] == ["0/1", "0/1"], job.output()
+        assert all("RuntimeError: fault placed at commit.done" in exception for _, exception in told[:2])
+        assert {member for member, text in told[2:] if "RepeatedFailureError" in text} <= {"0/0", "0/2"}, job.output()
+        (stopped,) = [event for event in job.events() if event["event"] == "job_stopped"]
+        assert "RuntimeError: fault placed at commit.done for the 2. time in a row" in stopped["reason"]
+        assert "RepeatedFailureError: the coordinator stopped the job: 0/1 failed with" in job.output()
 
 
 POINTS = ("sever", "park", "build", "exchange", "handover", "confirm")
@@ -62,5 +80,7 @@ def test_kill_in_an_admission(tmp_path: pathlib.Path, name: str, point: str) -> 
         point = "exchange"  # a joiner does not park first
     count = 1 if name == "joiner" else 3  # the start, the death of 0/1, its return
     faults = {"LIGHTNING_FT_FAIL_AT": f"0/1=commit.done@10; {VICTIMS[name]}=recover.{point}@{count}"}
-    with jobs.running(tmp_path, 4, ["plain_loop.py", "20", "--full", "--optimizer", "adamw"], RESPAWN | faults) as job:
-        check_full_again(job, 2, model="mlp", optimizer="adamw")
+    with jobs.running(
+        tmp_path, 4, ["plain_loop.py", "20", "--full", "--double", "--optimizer", "adamw"], RESPAWN | faults
+    ) as job:
+        check_full_again(job, 2, model="mlp", optimizer="adamw", dtype=torch.float64)

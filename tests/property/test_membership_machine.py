@@ -186,6 +186,11 @@ class MembershipMachine(RuleBasedStateMachine):
         """An agent reports."""
         self.feed(events.Exited(member, incarnation, 1, "exited with status 1"))
 
+    @rule(member=names, incarnation=incarnations, signature=st.sampled_from(["", "ValueError at a.py:1"]))
+    def failed(self, member: str, incarnation: int, signature: str) -> None:
+        """A process ends with an exception."""
+        self.feed(events.Failed(member, incarnation, "failed with ValueError", signature))
+
     @rule(
         seconds=st.sampled_from([0.5, 1.0, 1.5, 4.0]),
         alive=st.dictionaries(names, st.tuples(st.sampled_from([None, 0.0, 9.0]), st.sampled_from([0.0, 9.0]))),

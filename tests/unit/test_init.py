@@ -26,6 +26,7 @@ def test_the_public_names_are_these() -> None:
         "MembershipChangedError",
         "ProtocolViolationError",
         "QuorumLostError",
+        "RepeatedFailureError",
         "Settings",
         "StepCommit",
         "ft_ddp",

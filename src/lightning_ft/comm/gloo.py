@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ft.comm.names import no_name_server
 from lightning_ft.comm.peers import PATIENCE_S, PeerAddress, unreachable
 from lightning_ft.comm.sockets import (
     Descriptor,
@@ -160,14 +161,16 @@ class GlooTransport:
         self._timeout = datetime.timedelta(seconds=silence_s)
         before = open_sockets()
         listener = socket.create_server((host, 0))
-        self._store = dist.TCPStore(  # given a listener, it does not listen on every interface
-            host,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=self._timeout,
-            master_listen_fd=listener.detach(),
-        )
+        address, port = listener.getsockname()[:2]
+        with no_name_server():
+            self._store = dist.TCPStore(  # given a listener, it does not listen on every interface
+                address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=self._timeout,
+                master_listen_fd=listener.detach(),
+            )
         self.address = Address(host, self._store.port)
         middle = open_sockets()
         self._device = dist.ProcessGroupGloo.create_device(hostname=host)
@@ -245,14 +248,17 @@ class GlooTransport:
     def _open_group(self, prefix: str, rank: int, size: int, meeting: Address, build: Build) -> InnerGroup:
         before = open_sockets()
         try:  # a store client retries a dead server for long; a plain connection is refused at once
-            socket.create_connection((meeting.host, meeting.store_port), timeout=self._timeout.total_seconds()).close()
+            timeout_s = self._timeout.total_seconds()
+            with socket.create_connection((meeting.host, meeting.store_port), timeout=timeout_s) as connection:
+                address = str(connection.getpeername()[0])
         except (ConnectionRefusedError, ConnectionResetError):
             raise
         except OSError as error:  # no answer, or no way there
             raise RingBrokenError(f"{meeting.host} can't be reached: {error}", suspects=(0,)) from error
-        store = dist.TCPStore(  # a client even of the own server: its socket can be shut down, a wait inside can't
-            meeting.host, meeting.store_port, is_master=False, wait_for_workers=False, timeout=self._timeout
-        )
+        with no_name_server():
+            store = dist.TCPStore(  # a client even of the own server: its socket can be shut down, a wait inside can't
+                address, meeting.store_port, is_master=False, wait_for_workers=False, timeout=self._timeout
+            )
         build.sockets = tuple(_store_sockets(open_sockets() - before, meeting.store_port))
         prefixed = dist.PrefixStore(prefix, store)
         own = PeerAddress(self.host, self.address.store_port, self._listener_port)

@@ -27,7 +27,7 @@ from lightning_ft.comm.transfer import Cargo, State, StateTransfer, pack
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.activity import Activity
 from lightning_ft.coordinator.client import MembershipClient, NextView
-from lightning_ft.errors import FaultToleranceError, LaunchError
+from lightning_ft.errors import FaultToleranceError, LaunchError, signature_of
 from lightning_ft.faultpoints import reach
 from lightning_ft.membership.settle import SettlePlan
 
@@ -378,7 +378,7 @@ class Ring:
         if self._is_closed:
             return
         self._is_closed = True
-        self._client.fail("".join(traceback.format_exception(error)))
+        self._client.fail("".join(traceback.format_exception(error)), signature_of(error))
         self._close()
 
     def _close(self) -> None:

@@ -265,13 +265,15 @@ class MembershipClient:
             self._reports.append(frame)
         self._post(self._send_reports)
 
-    def fail(self, exception: str) -> None:
+    def fail(self, exception: str, signature: str = "") -> None:
         """Report why this process is about to die, and wait briefly until that was sent.
 
         Args:
             exception: The traceback; of a very long one the end is kept.
+            signature: As in `events.Failed`.
         """
-        self.report("failed", generation=self.view.generation, exception=exception[-_MAX_TEXT:])
+        generation = self.view.generation
+        self.report("failed", generation=generation, exception=exception[-_MAX_TEXT:], signature=signature)
         self._flush()
 
     def close(self) -> None:

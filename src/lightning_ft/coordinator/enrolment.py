@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from lightning_ft.errors import EvictedError, FaultToleranceError, ProtocolViolationError, QuorumLostError
+from lightning_ft.errors import (
+    EvictedError,
+    FaultToleranceError,
+    ProtocolViolationError,
+    QuorumLostError,
+    RepeatedFailureError,
+)
 from lightning_ft.membership import effects, events, wire
 from lightning_ft.membership.events import Address
 from lightning_ft.membership.state import View
@@ -144,7 +150,8 @@ class Enrolment:
             case effects.Evict():
                 return self._end(EvictedError, f"the job goes on without this process: {message.reason}")
             case effects.Stop():
-                return self._end(QuorumLostError, f"the coordinator stopped the job: {message.reason}")
+                kind = RepeatedFailureError if message.is_final else QuorumLostError
+                return self._end(kind, f"the coordinator stopped the job: {message.reason}")
             case effects.Release():
                 self.is_released = True
             case effects.AnnounceJoin():

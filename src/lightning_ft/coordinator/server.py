@@ -283,7 +283,8 @@ class CoordinatorServer:
         generation = fields.pop("generation", self.generation)
         if report.event == "failed":  # it has cut its connections and will come back to no collective
             detail = f"failed with {exception_of(str(fields.get('exception', '')))}"
-            self._apply(events.Exited(report.member, report.incarnation, 1, detail))
+            signature = str(fields.get("signature", ""))
+            self._apply(events.Failed(report.member, report.incarnation, detail, signature))
         self._event_log.write(
             report.event,
             generation=generation if isinstance(generation, int) else self.generation,

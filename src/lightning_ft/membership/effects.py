@@ -87,10 +87,11 @@ class Evict:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stop:
-    """Tell a parked member that there will be no next view."""
+    """Tell a parked member that there will be no next view; `is_final` if there is no use in resuming the job."""
 
     member: str
     reason: str
+    is_final: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -148,8 +148,23 @@ class Exited:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Failed:
+    """A process says which uncaught exception it ends with; it comes back to no collective.
+
+    Attributes:
+        detail: For a person: `failed with ValueError: no such file`.
+        signature: The exception's class and the line that raised it; "" if it is none of the user's code.
+    """
+
+    member: str
+    incarnation: int
+    detail: str
+    signature: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed; deadlines are judged only here."""
 
 
-Event = Hello | Parked | Leaving | Ready | Heartbeat | Vouched | Disconnected | ProbeRefused | Exited | Tick
+Event = Hello | Parked | Leaving | Ready | Heartbeat | Vouched | Disconnected | ProbeRefused | Exited | Failed | Tick

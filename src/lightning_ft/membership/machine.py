@@ -4,6 +4,7 @@ One function per event, found in a table. Rules (PROTOCOL.md section 3) and wher
 
     C1, C3, C4, C6   `transitions`, `quorum`
     C2               `_on_exited`, `_on_disconnected`, `_on_probe_refused`, `deadlines`
+    C2d              `_on_failed`
     C5               `_live_sender`, `_is_stale`
     C7               `_on_ready`, `transitions.commit`
     C8               `deadlines`
@@ -23,13 +24,23 @@ from lightning_ft.membership import effects, events
 from lightning_ft.membership.deadlines import judge
 from lightning_ft.membership.effects import Cause, Effect
 from lightning_ft.membership.links import LinkFailure, recent
-from lightning_ft.membership.state import Joiner, Member, Phase, State, Status
-from lightning_ft.membership.transitions import Turn, announce_joiners, conclude, gone, repeat_view, send_away, suspend
+from lightning_ft.membership.state import Failure, Joiner, Member, Phase, State, Status
+from lightning_ft.membership.transitions import (
+    Turn,
+    announce_joiners,
+    conclude,
+    gone,
+    repeat_view,
+    send_away,
+    stop,
+    suspend,
+)
 
 UNREACHABLE_REASON = "unreachable"
 """The reason of a park whose sender has found out that others don't answer."""
 
 _FromMember = events.Hello | events.Parked | events.Leaving | events.Heartbeat
+_OfProcess = events.Disconnected | events.ProbeRefused | events.Exited | events.Failed
 
 
 def step(settings: Settings, state: State, event: events.Event, now_s: float) -> tuple[State, tuple[Effect, ...]]:
@@ -207,6 +218,24 @@ def _on_exited(turn: Turn, event: events.Exited) -> None:
         _dead(turn, member, Cause.EXIT, event.detail)
 
 
+def _on_failed(turn: Turn, event: events.Failed) -> None:
+    known = turn.state.failures.get(event.member)
+    if turn.state.phase is Phase.STOPPED or (known is not None and known.incarnation >= event.incarnation):
+        return  # too late, or said again
+    is_same = known is not None and known.signature == event.signature != ""
+    failure = Failure(event.incarnation, event.signature, known.count + 1 if known is not None and is_same else 1)
+    turn.change(failures=turn.state.failures.with_item(event.member, failure))
+    member = _subject(turn, event)
+    is_bug = turn.settings.respawn and failure.count >= max(2, turn.settings.max_restarts)
+    if is_bug:
+        reason = f"{event.member} {event.detail} for the {failure.count}. time in a row, from the same line"
+        if turn.state.phase is Phase.HEALTHY:
+            suspend(turn, event.member, reason)
+        stop(turn, reason, is_final=True)
+    elif member is not None:
+        _dead(turn, member, Cause.EXIT, event.detail)
+
+
 def _live_sender(turn: Turn, event: _FromMember | events.Ready) -> Member | None:
     """The record of a message's sender, if it is a live member; else None, and the sender is told what it is."""
     member = turn.state.members.get(event.member)
@@ -226,7 +255,7 @@ def _live_sender(turn: Turn, event: _FromMember | events.Ready) -> Member | None
         return None
     if turn.state.phase is Phase.STOPPED:
         _refuse(turn, event, f"the job has stopped: {turn.state.reason}")
-        turn.emit(effects.Stop(event.member, turn.state.reason))
+        turn.emit(effects.Stop(event.member, turn.state.reason, turn.state.is_final))
         return None
     if member.incarnation is None and not isinstance(event, events.Hello):
         _refuse(turn, event, f"{_name(event)} before hello")
@@ -264,7 +293,9 @@ def _catch_up(turn: Turn, member: Member, generation: int) -> None:
         announce_joiners(turn)
 
 
-def _subject(turn: Turn, event: events.Disconnected | events.ProbeRefused | events.Exited) -> Member | None:
+def _subject(
+    turn: Turn, event: events.Disconnected | events.ProbeRefused | events.Exited | events.Failed
+) -> Member | None:
     """The member that a process's end or its connection's is about; None if that is of no consequence to a view."""
     joiner = turn.state.joiners.get(event.member)
     if joiner is not None and joiner.incarnation == event.incarnation:
@@ -301,7 +332,7 @@ def _name(event: object) -> str:
 
 def _refuse(
     turn: Turn,
-    event: _FromMember | events.Ready | events.Disconnected | events.ProbeRefused | events.Exited,
+    event: _FromMember | events.Ready | _OfProcess,
     reason: str,
 ) -> None:
     turn.emit(effects.Refuse(event.member, reason))
@@ -331,5 +362,6 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.Disconnected: _on_disconnected,
     events.ProbeRefused: _on_probe_refused,
     events.Exited: _on_exited,
+    events.Failed: _on_failed,
     events.Tick: judge,
 }

@@ -6,15 +6,16 @@ themselves when they connect (parks, leaves, that they are alive, that they want
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 from lightning_ft.membership.effects import Cause, Kill
 from lightning_ft.membership.events import Address
-from lightning_ft.membership.state import Member, Phase, State, Status, Tally, View
+from lightning_ft.membership.state import Failure, Member, Phase, State, Status, Tally, View
 from lightning_ft.membership.table import Table
 
-_VERSION = 2
+_VERSION = 3
 
 
 def is_decision(before: State, after: State) -> bool:
@@ -25,6 +26,7 @@ def is_decision(before: State, after: State) -> bool:
         or after.phase is not before.phase
         or (out.gone, out.proven, out.released) != (was_out.gone, was_out.proven, was_out.released)
         or after.leave_notice != before.leave_notice
+        or after.failures is not before.failures
     )
 
 
@@ -40,6 +42,8 @@ def dump(state: State) -> str:
             "target": state.target,
             "reason": state.reason,
             "leave_notice": state.leave_notice,
+            "is_final": state.is_final,
+            "failures": {member: dataclasses.astuple(failure) for member, failure in state.failures.items()},
         },
         separators=(",", ":"),
     )
@@ -80,6 +84,8 @@ def load(text: str, now_s: float, timeout_s: float, start_timeout_s: float) -> S
         leave_notice=None if notice is None else (notice[0], notice[1]),
         last_tick_s=now_s,
         skipped_s=0.0,
+        is_final=saved["is_final"],
+        failures=Table((member, Failure(*values)) for member, values in saved["failures"].items()),
     )
 
 

@@ -113,6 +113,20 @@ class Joiner:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """The uncaught exception that ended the last process of a logical id.
+
+    Attributes:
+        signature: As in `events.Failed`.
+        count: How many processes in a row it ended, >= 1.
+    """
+
+    incarnation: int
+    signature: str
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class View:
     """Who is in the job. Rank = position in `members`.
 
@@ -190,6 +204,8 @@ class State:
             suspended.
         no_quorum_since_s: Since when nobody is waited for and there is still no next view; None unless suspended.
         reason: The last reason why there is no next view, or why the job stopped; "" if there is none.
+        is_final: The job stopped, and there is no use in resuming it.
+        failures: By logical id; whoever never ended with an exception is not in it.
         link_failures: Recent ones, oldest first.
         leave_notice: The leaver of the view with the lowest `completed`, if the others were told of it.
         last_tick_s: On the caller's clock.
@@ -209,6 +225,8 @@ class State:
     last_tick_s: float
     skipped_s: float
     link_failures: tuple[LinkFailure, ...] = ()
+    is_final: bool = False
+    failures: Table[Failure] = dataclasses.field(default_factory=Table)
 
     def __post_init__(self) -> None:
         tally = self.tally

@@ -267,13 +267,13 @@ def announce_joiners(turn: Turn) -> None:
         )
 
 
-def stop(turn: Turn, reason: str) -> None:
-    """C4, C6: the job is over. The parked are told so, the leavers released, the joiners sent away."""
-    turn.change(phase=Phase.STOPPED, hang_deadline_s=None, no_quorum_since_s=None, reason=reason)
+def stop(turn: Turn, reason: str, *, is_final: bool = False) -> None:
+    """C2d, C4, C6: the job is over. The parked are told so, the leavers released, the joiners sent away."""
+    turn.change(phase=Phase.STOPPED, hang_deadline_s=None, no_quorum_since_s=None, reason=reason, is_final=is_final)
     for member in turn.state.view.members:
         record = turn.state.members[member]
         if record.status is Status.PARKED:
-            turn.emit(effects.Stop(member, reason))
+            turn.emit(effects.Stop(member, reason, is_final))
         elif record.status is Status.LEAVING:
             turn.put(record, status=Status.RELEASED)
             _release(turn, record, reason)
@@ -291,4 +291,6 @@ def send_away(turn: Turn, joiner: str, incarnation: int) -> None:
     """Tell a joiner that the job has stopped; if that was its end, coming too late is no failure."""
     reason = turn.state.reason
     is_done = reason == ALL_LEFT
-    turn.emit(effects.Release(joiner, incarnation, reason) if is_done else effects.Stop(joiner, reason))
+    turn.emit(
+        effects.Release(joiner, incarnation, reason) if is_done else effects.Stop(joiner, reason, turn.state.is_final)
+    )

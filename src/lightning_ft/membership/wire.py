@@ -376,7 +376,7 @@ _SCHEMAS: tuple[_Schema, ...] = (
     ),
     _schema("released", effects.Release, {"reason": read.read_text}),
     _schema("evicted", effects.Evict, {"reason": read.read_text}),
-    _schema("stopped", effects.Stop, {"reason": read.read_text}),
+    _schema("stopped", effects.Stop, {"reason": read.read_text, "is_final": read.read_flag}),
     _schema("join_pending", effects.AnnounceJoin, {"reason": read.read_text}),
     _schema("kill", effects.Kill, {**_IDENTITY, "reason": read.read_text}),
 )

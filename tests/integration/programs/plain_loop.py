@@ -2,7 +2,7 @@
 
     plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static|checkpoint] [--hook fp16|bf16|powersgd]
                   [--optimizer sgd|adamw] [--accumulate N] [--sync-every N] [--bucket-view] [--slow MEMBER]
-                  [--stillborn MEMBER] [--full]
+                  [--stillborn MEMBER] [--full] [--double]
 
 With --full only those steps count that the whole job has done, so that it does not end before its dead are back; the
 others are done slowly, so that they are not too many.
@@ -107,6 +107,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--slow", default="", help="member that works longer for a step than the others")
     parser.add_argument("--stillborn", default="", help="member that dies before it joins")
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--double", action="store_true", help="in 64 bits: however long, a reference stays near")
     return parser.parse_args()
 
 
@@ -144,6 +145,8 @@ def main() -> None:  # noqa: PLR0915
     """Run the loop."""
     arguments = _arguments()
     torch.set_num_threads(1)
+    if arguments.double:
+        torch.set_default_dtype(torch.float64)
     member = os.environ["LIGHTNING_FT_MEMBER"]
     log = (arguments.out / f"{member.replace('/', '-')}.jsonl").open("a")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_ft.config import Settings
 from lightning_ft.membership import effects, events, machine
 from lightning_ft.membership.effects import Effect
@@ -14,10 +16,9 @@ INTERVAL_S, SILENCE_S, TIMEOUT_S = 1.0, 5.0, 20.0
 class Job:
     """Feeds events to `machine.step`; every method returns the effects."""
 
-    def __init__(self, *members: str, min_world_size: int = 1, max_failures: int | None = None) -> None:
+    def __init__(self, *members: str, **settings: Any) -> None:
         self.settings = Settings(
-            min_world_size=min_world_size,
-            max_failures=max_failures,
+            **settings,
             heartbeat_interval=INTERVAL_S,
             heartbeat_timeout=SILENCE_S,
             timeout=TIMEOUT_S,
@@ -28,9 +29,9 @@ class Job:
         self.since_s: dict[str, tuple[float | None, float | None, str]] = {}
 
     @classmethod
-    def running(cls, *members: str, min_world_size: int = 1, max_failures: int | None = None) -> Job:
+    def running(cls, *members: str, **settings: Any) -> Job:
         """A job in generation 1."""
-        job = cls(*members, min_world_size=min_world_size, max_failures=max_failures)
+        job = cls(*members, **settings)
         for member in members:
             job.hello(member)
         for member in members:

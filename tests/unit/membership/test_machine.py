@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from driver import INTERVAL_S, SILENCE_S, TIMEOUT_S, Job
@@ -694,3 +695,54 @@ def test_whoever_is_ready_too_late_is_released_or_stopped_as_the_job_was() -> No
     lost.feed(events.Exited(A, 1, 1, "exited with status 1"))
     assert effects.Stop(C, "no member is left that could go on") in lost.effects
     assert lost.ready(D) == (effects.Stop(D, "no member is left that could go on"),)
+
+
+RAISED = ("failed with ValueError: no such file", "builtins.ValueError at train.py:7")
+
+
+def test_the_same_exception_of_one_member_again_and_again_ends_the_job() -> None:
+    """Restarts don't mend a bug: whoever is in training is freed, and told that resuming is of no use."""
+    job = Job.running(A, B, respawn=True, max_restarts=3)
+    for incarnation in (1, 2):
+        job.feed(events.Failed(B, incarnation, *RAISED))
+        job.park(A)
+        job.ready(B, incarnation=incarnation + 1)
+        job.park(A, 7 + incarnation, reason="join", admits=True)
+        assert job.state.view.members == (A, B)
+    told = job.feed(events.Failed(B, 3, *RAISED))
+    reason = "0/1 failed with ValueError: no such file for the 3. time in a row, from the same line"
+    assert effects.Suspend(A, job.state.generation, reason) in told
+    assert job.state.phase is Phase.STOPPED
+    assert effects.Stop(A, reason, is_final=True) in job.park(A, 9)
+    assert job.ready(C) == (effects.Stop(C, reason, is_final=True),)
+
+
+def test_a_joiner_that_fails_counts_and_a_member_that_is_waited_for_is_told() -> None:
+    """It need not have been admitted; whoever is parked already hears of the end at once."""
+    job = Job.running(A, B, D, respawn=True, max_restarts=2)
+    job.feed(events.Failed(B, 1, *RAISED))
+    job.park(A)
+    job.ready(B, incarnation=2)
+    told = job.feed(events.Failed(B, 2, *RAISED))
+    (stop,) = [effect for effect in told if isinstance(effect, effects.Stop)]
+    assert (stop.member, stop.is_final) == (A, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "exceptions"),
+    [
+        ({"respawn": False}, [RAISED, RAISED, RAISED]),
+        ({"respawn": True, "max_restarts": 1}, [RAISED]),
+        ({"respawn": True}, [RAISED, RAISED, ("failed with KeyError: 1", "builtins.KeyError at train.py:9")]),
+        ({"respawn": True}, [("failed with EvictedError", "")] * 3),
+    ],
+)
+def test_exceptions_that_do_not_end_the_job(settings: dict[str, Any], exceptions: list[tuple[str, str]]) -> None:
+    """Nobody is started again, or it is the first, another one, or our own: each is a crash like any other."""
+    job = Job.running(A, B, **settings)
+    job.park(A)
+    for incarnation, raised in enumerate(exceptions, 1):
+        job.feed(events.Failed(B, incarnation, *raised))
+        job.feed(events.Failed(B, incarnation, *raised))  # said again, after a reconnect
+    assert job.state.view.members == (A,)
+    assert job.state.phase is Phase.HEALTHY

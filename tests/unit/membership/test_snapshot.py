@@ -8,7 +8,7 @@ import json
 import pytest
 from driver import SILENCE_S, TIMEOUT_S, Job
 
-from lightning_ft.membership import effects, snapshot
+from lightning_ft.membership import effects, events, snapshot
 from lightning_ft.membership.state import Phase, State, Status
 
 A, B, C, D = "0/0", "0/1", "1/0", "1/1"
@@ -41,6 +41,18 @@ def test_what_was_decided_is_kept() -> None:
         assert state.members[name] == expected
     assert state.hang_deadline_s == 1000.0 + TIMEOUT_S
     state.check()
+
+
+def test_exceptions_are_kept() -> None:
+    """A coordinator that is started again counts on, and knows that there is no use in resuming the job."""
+    job = Job.running(A, B, respawn=True, max_restarts=2)
+    before = job.state
+    job.feed(events.Failed(B, 1, "failed with ValueError", "ValueError at train.py:7"))
+    assert snapshot.is_decision(before, job.state)
+    assert dict(restarted(job.state).failures) == dict(job.state.failures) != {}
+    assert not restarted(job.state).is_final
+    job.feed(events.Failed(B, 2, "failed with ValueError", "ValueError at train.py:7"))
+    assert restarted(job.state).is_final
 
 
 def test_generation_zero_waits_as_long_as_at_first() -> None:
@@ -103,7 +115,7 @@ def test_whoever_does_not_come_back_is_given_up() -> None:
 @pytest.mark.parametrize("text", ["{}", '{"version": 99}'])
 def test_another_version_is_refused(text: str) -> None:
     """Before anything is believed."""
-    with pytest.raises(ValueError, match="expected a state of version 2, got"):
+    with pytest.raises(ValueError, match="expected a state of version 3, got"):
         snapshot.load(text, 0.0, 1.0, 1.0)
 
 

@@ -36,6 +36,7 @@ MESSAGES: list[tuple[Any, tuple[type, ...]]] = [
     (effects.Release("0/1", 3, "done"), wire.TO_MEMBER),
     (effects.Evict("0/1", 3, "silent"), wire.TO_MEMBER),
     (effects.Stop("0/1", "no quorum"), wire.TO_MEMBER),
+    (effects.Stop("0/1", "a bug", is_final=True), wire.TO_MEMBER),
     (effects.AnnounceJoin("0/1", "ready: 2/0"), wire.TO_MEMBER),
     (effects.Kill("0/1", 3, "hang"), wire.TO_AGENT),
 ]
