@@ -223,7 +223,7 @@ def test_evaluation_without_a_fit(tmp_path: pathlib.Path) -> None:
         assert results[0][0]["results"] == results[1][0]["results"]
         told = [event for event in job.events() if event["event"] == "evaluation_incomplete"]
         # Of a prediction it is told only if others still predict: nobody waits for anybody at its end.
-        assert ("test", ["0/1"]) == (told[0]["stage"], told[0]["missing"]), job.output()
+        assert (told[0]["stage"], told[0]["missing"]) == ("test", ["0/1"]), job.output()
         assert [(event["stage"], event["missing"]) for event in told[1:]] in ([], [("predict", ["0/0"])])
         predicted = {member: _predicted(job, member) for member in ("0/2", "0/3")}
         assert {len(indices) for indices in predicted.values()} == {40}, "the share of one of three"
