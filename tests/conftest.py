@@ -39,7 +39,7 @@ class HeavyJobsInOneWorker(LoadScopeScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> HeavyJobsInOneWorker:
-    """Used with `-n 2`."""
+    """Used with `-n 3`."""
     return HeavyJobsInOneWorker(config, log)
 
 

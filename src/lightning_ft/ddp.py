@@ -265,7 +265,7 @@ class FaultTolerantDDP(DistributedDataParallel):
         return _PartWork(tensor)
 
     def _finish_at_the_end(self, reduction: GradientReduction) -> None:
-        """Finish the step when backward has ended, but before DDP takes the result."""
+        """Finish the reduction when backward has ended, but before DDP takes the result."""
         if reduction.is_delayed:  # DDP does not wait for the end of backward: it is there
             self._finish_commit(reduction, self._finish_reduction(reduction))
         else:  # DDP queues its own callback right after its last bucket was taken, for the same (sub-)backward

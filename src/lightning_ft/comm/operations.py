@@ -130,10 +130,46 @@ def acknowledge(place: Place) -> dist.Work:
     return work
 
 
+def broadcast(place: Place, tensor: Tensor, root: int) -> dist.Work:
+    """Start to copy the root's contiguous tensor to all members, in place."""
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    work: dist.Work = place.group.broadcast([tensor], options)
+    return work
+
+
+def gather_rows(place: Place, tensor: Tensor) -> tuple[Tensor, list[dist.Work]]:
+    """Start to give everybody everybody's tensor, all of one size.
+
+    Not by Gloo's allgather: when one fails, torch 2.13.0 frees its buffer before Gloo has stopped to write into it,
+    which corrupts the heap (tests/unit/comm/test_operations.py breaks many). What is written into here is the works'.
+
+    Returns: The tensors' bytes, uint8, shape [number of members, bytes of each], to be read when the works have ended.
+        Nobody's works end before everybody has started.
+    """
+    own = as_bytes(tensor.contiguous())
+    rows = own.new_zeros(place.size, own.numel())
+    rows[place.rank] = own
+    if not rows.numel():
+        return rows, [acknowledge(place)]
+    if rows.numel() <= SMALL_BYTES:
+        return rows, [place.group.allreduce([rows])]
+    return rows, [broadcast(place, row, root) for root, row in enumerate(rows)]
+
+
+def gather_now(place: Place, tensor: Tensor) -> Tensor:
+    """As `gather_rows`, and wait. Raises: RuntimeError: A member failed."""
+    rows, works = gather_rows(place, tensor)
+    for work in works:
+        place.inner.wait(work)
+    return rows
+
+
 def _load(targets: Sequence[Tensor], payload: Sequence[Tensor]) -> None:
     _check_sizes([target.nbytes for target in targets], payload)
     for target, source in zip(targets, payload, strict=True):
-        target.copy_(source.view(target.dtype).view(target.shape))
+        if target.numel():  # an empty one's bytes may lie where its type can't
+            target.copy_(source.view(target.dtype).view(target.shape))
 
 
 def _check_sizes(expected: Sequence[int], payload: Sequence[Tensor]) -> None:
@@ -233,7 +269,7 @@ class Gather(Operation):
 
     Args:
         slots: One tensor per rank, written in place.
-        tensor: Own contribution.
+        tensor: Own contribution, contiguous.
         deliver: Called once the slots are filled.
 
     Attributes:
@@ -247,19 +283,17 @@ class Gather(Operation):
         self._slots = [slot.detach() for slot in slots]
         self._tensor = tensor.detach()
         self.deliver = deliver
+        self._rows = torch.empty(0)
         self._kept: list[Tensor] = []
 
     @override
     def start(self, place: Place) -> Sequence[dist.Work]:
-        if not self._tensor.numel():
-            return [acknowledge(place)]
-        return [place.group.allgather([self._slots], [self._tensor])]
+        self._rows, works = gather_rows(place, self._tensor)
+        return works
 
     @override
     def finish(self, place: Place) -> None:
-        self._kept = [slot.detach().clone(memory_format=torch.contiguous_format) for slot in self._slots]
-        if self.deliver is not None:
-            self.deliver()
+        self.adopt(list(self._rows))
 
     @override
     def payload(self) -> list[Tensor]:
@@ -324,9 +358,7 @@ class Broadcast(Operation):
             return [acknowledge(place)]
         if self._is_any_root and not is_root:
             self._sent = self._flat.clone()
-        options = dist.BroadcastOptions()
-        options.rootRank = self._root
-        return [place.group.broadcast([self._sent], options), acknowledge(place)]
+        return [broadcast(place, self._sent, self._root), acknowledge(place)]
 
     @override
     def finish(self, place: Place) -> None:
@@ -381,24 +413,21 @@ class GatherBytes(Operation):
     def __init__(self, data: bytes) -> None:
         super().__init__()
         self._data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        self._sizes: list[Tensor] = []
+        self._sizes = torch.empty(0)
         self.entries: list[Tensor] = []
 
     @override
     def start(self, place: Place) -> Sequence[dist.Work]:
-        self._sizes = [torch.zeros(1, dtype=torch.int64) for _ in place.members]
-        return [place.group.allgather([self._sizes], [torch.tensor([self._data.numel()])])]
+        self._sizes, works = gather_rows(place, torch.tensor([self._data.numel()]))
+        return works
 
     @override
     def finish(self, place: Place) -> None:
-        sizes = [int(size) for size in self._sizes]
-        widest = max(sizes)
-        slots = [torch.empty(widest, dtype=torch.uint8) for _ in sizes]
-        if widest:
-            padded = torch.zeros(widest, dtype=torch.uint8)
-            padded[: self._data.numel()] = self._data
-            place.inner.wait(place.group.allgather([slots], [padded]))
-        self.entries = [slot[:size] for slot, size in zip(slots, sizes, strict=True)]
+        sizes = self._sizes.view(torch.int64).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: self._data.numel()] = self._data
+        rows = gather_now(place, padded)
+        self.entries = [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     @override
     def payload(self) -> list[Tensor]:
@@ -444,9 +473,7 @@ class BroadcastBytes(Operation):
     def finish(self, place: Place) -> None:
         if place.rank != self._root:
             self.data = torch.empty(int(self._size), dtype=torch.uint8)
-        options = dist.BroadcastOptions()
-        options.rootRank = self._root
-        place.inner.wait(place.group.broadcast([self.data], options))
+        place.inner.wait(broadcast(place, self.data, self._root))
         place.inner.wait(acknowledge(place))
 
     @override

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_ft.comm.operations import Kind, Operation, Place, acknowledge, as_bytes
+from lightning_ft.comm.operations import Kind, Operation, Place, acknowledge, as_bytes, gather_now
 from lightning_ft.errors import MembershipChangedError, ProtocolViolationError
 from lightning_ft.faultpoints import reach
 from lightning_ft.membership.settle import SettlePlan, Standing
@@ -247,9 +247,7 @@ class CollectiveSequence:
             ],
             dtype=torch.int64,
         )
-        slots = [torch.empty_like(own) for _ in place.members]
-        place.inner.wait(place.group.allgather([slots], [own]))
-        rows: list[list[int]] = [slot.tolist() for slot in slots]
+        rows: list[list[int]] = gather_now(place, own).view(torch.int64).tolist()
         if len({row[5] for row in rows}) > 1:
             raise ProtocolViolationError(
                 f"establishing {self.name} failed: its members don't agree who they are (here {place.members})",

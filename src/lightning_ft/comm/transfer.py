@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ft.comm.operations import Place, as_bytes
+from lightning_ft.comm.operations import Place, as_bytes, broadcast, gather_now
 from lightning_ft.errors import LaunchError
 from lightning_ft.membership.settle import SettlePlan
 
@@ -71,17 +70,14 @@ class StateTransfer:
         is_joiner = place.rank in plan.joiners
         cargo = Cargo(b"", []) if is_joiner else self._load()
         layout = zlib.crc32(repr([(tensor.dtype, tuple(tensor.shape)) for tensor in cargo.tensors]).encode())
-        slots = [torch.zeros(2, dtype=torch.int64) for _ in place.members]
-        place.inner.wait(place.group.allgather([slots], [torch.tensor([layout, len(cargo.skeleton)])]))
+        slots = gather_now(place, torch.tensor([layout, len(cargo.skeleton)])).view(torch.int64).tolist()
         holders = [rank for rank in range(place.size) if rank not in plan.joiners]
         first = holders[0]
         donors = [rank for rank in holders if slots[rank][0] == slots[first][0]]
-        header = torch.empty(int(slots[first][1]), dtype=torch.uint8)
+        header = torch.empty(slots[first][1], dtype=torch.uint8)
         if place.rank == first:
             header = torch.frombuffer(bytearray(cargo.skeleton), dtype=torch.uint8)
-        options = dist.BroadcastOptions()
-        options.rootRank = first
-        place.inner.wait(place.group.broadcast([header], options))
+        place.inner.wait(broadcast(place, header, first))
         if is_joiner:
             with _own_errors(place):
                 unpacker = _Unpacker(header.numpy().tobytes())

@@ -222,13 +222,14 @@ def _on_failed(turn: Turn, event: events.Failed) -> None:
     known = turn.state.failures.get(event.member)
     if turn.state.phase is Phase.STOPPED or (known is not None and known.incarnation >= event.incarnation):
         return  # too late, or said again
-    is_same = known is not None and known.signature == event.signature != ""
-    failure = Failure(event.incarnation, event.signature, known.count + 1 if known is not None and is_same else 1)
+    count = 1
+    if known is not None and (known.incarnation + 1, known.signature) == (event.incarnation, event.signature):
+        count += known.count
+    failure = Failure(event.incarnation, event.signature, count)
     turn.change(failures=turn.state.failures.with_item(event.member, failure))
     member = _subject(turn, event)
-    is_bug = turn.settings.respawn and failure.count >= max(2, turn.settings.max_restarts)
-    if is_bug:
-        reason = f"{event.member} {event.detail} for the {failure.count}. time in a row, from the same line"
+    if event.signature and turn.settings.respawn and count >= max(2, turn.settings.max_restarts):
+        reason = f"{event.member} {event.detail} for the {count}. time in a row, from the same line"
         if turn.state.phase is Phase.HEALTHY:
             suspend(turn, event.member, reason)
         stop(turn, reason, is_final=True)
@@ -293,9 +294,7 @@ def _catch_up(turn: Turn, member: Member, generation: int) -> None:
         announce_joiners(turn)
 
 
-def _subject(
-    turn: Turn, event: events.Disconnected | events.ProbeRefused | events.Exited | events.Failed
-) -> Member | None:
+def _subject(turn: Turn, event: _OfProcess) -> Member | None:
     """The member that a process's end or its connection's is about; None if that is of no consequence to a view."""
     joiner = turn.state.joiners.get(event.member)
     if joiner is not None and joiner.incarnation == event.incarnation:

@@ -735,13 +735,16 @@ def test_a_joiner_that_fails_counts_and_a_member_that_is_waited_for_is_told() ->
         ({"respawn": True, "max_restarts": 1}, [RAISED]),
         ({"respawn": True}, [RAISED, RAISED, ("failed with KeyError: 1", "builtins.KeyError at train.py:9")]),
         ({"respawn": True}, [("failed with EvictedError", "")] * 3),
+        ({"respawn": True, "max_restarts": 2}, [RAISED, None, RAISED]),
     ],
 )
-def test_exceptions_that_do_not_end_the_job(settings: dict[str, Any], exceptions: list[tuple[str, str]]) -> None:
-    """Nobody is started again, or it is the first, another one, or our own: each is a crash like any other."""
+def test_exceptions_that_do_not_end_the_job(settings: dict[str, Any], exceptions: list[tuple[str, str] | None]) -> None:
+    """Nobody is started again, or it is the first, another one, our own, or a kill between: each is a mere crash."""
     job = Job.running(A, B, **settings)
     job.park(A)
     for incarnation, raised in enumerate(exceptions, 1):
+        if raised is None:
+            continue
         job.feed(events.Failed(B, incarnation, *raised))
         job.feed(events.Failed(B, incarnation, *raised))  # said again, after a reconnect
     assert job.state.view.members == (A,)
