@@ -2,10 +2,12 @@
 
 Read in lightning 2.6.6 (tests/unit/test_rejoin.py fails clearly if it changes): `_CheckpointConnector.dump_checkpoint`,
 `_loaded_checkpoint`, `restore_datamodule`, `restore_model`, `restore_callbacks` and `restore_training_state`; `_Loop`'s
-`_restarting`, `_loaded_from_state_dict` and `_resuming_from_checkpoint`; `_LoggerConnector._callback_metrics`;
-`_FitLoop._last_train_dl_reload_epoch`; `Trainer._val_check_time_interval`; `_version` of loggers; of the validation's
-loop what `_OF_VALIDATION` names, and of ModelCheckpoint what `_OF_CHECKPOINTS` names: their states lack it, but what
-they decide depends on it, and all ranks must decide alike.
+`_restarting`, `_loaded_from_state_dict` and `_resuming_from_checkpoint`; `_LoggerConnector._callback_metrics` and what
+`_OF_LOGGING` names; `_FitLoop.on_advance_start`, `setup_data` and `_last_train_dl_reload_epoch`;
+`Trainer._val_check_time_interval`; `_version` of loggers; `_ResultCollection`, `_ResultMetric`, `_Metadata` and
+`_Sync`, and where loops keep their `_results`; of the validation's loop what `_OF_VALIDATION` names, and of
+ModelCheckpoint what `_OF_CHECKPOINTS` names: their states lack it, but what they decide depends on it, and all ranks
+must decide alike.
 """
 
 from __future__ import annotations
@@ -14,13 +16,25 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.data_connector import _set_sampler_epoch
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 
 from lightning_ft.comm.transfer import State
 from lightning_ft.elastic import parameters_and_rest, random_state, set_random_state
 from lightning_ft.errors import LaunchError
 
 _OF_VALIDATION = ("_max_batches", "_has_run", "_last_val_dl_reload_epoch")
+_OF_LOGGING = ("_first_loop_iter", "_current_fx")
+_OF_SYNC = ("_should", "rank_zero_only")
+_OF_VALUE = ("value", "cumulated_batch_size")
 _OF_CHECKPOINTS = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 
 
@@ -52,7 +66,10 @@ def dump(trainer: Trainer, sampler: dict[str, Any]) -> State:
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     parameters, buffers = parameters_and_rest(trainer.lightning_module, checkpoint.pop("state_dict"))
     replicated = {"state_dict": parameters, "optimizer_states": checkpoint.pop("optimizer_states")}
-    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    if not trainer.lightning_module.automatic_optimization:  # else the next batch begins without any
+        replicated["gradients"] = {name: value.grad for name, value in trainer.lightning_module.named_parameters()}
+    epoch_loop = trainer.fit_loop.epoch_loop
+    val_loop = epoch_loop.val_loop
     own = {
         "checkpoint": checkpoint,
         "buffers": buffers,
@@ -60,6 +77,8 @@ def dump(trainer: Trainer, sampler: dict[str, Any]) -> State:
         "versions": [vars(logger).get("_version") for logger in trainer.loggers],
         "checkpoints": [_of_checkpoints(callback) for callback in trainer.checkpoint_callbacks],
         "metrics": dict(trainer._logger_connector._callback_metrics),
+        "logging": {name: getattr(trainer._logger_connector, name) for name in _OF_LOGGING},
+        "results": [_logged(results) for results in (epoch_loop._results, val_loop._results)],
         "should_stop": trainer.should_stop,
         "last_reload": trainer.fit_loop._last_train_dl_reload_epoch,
         "accumulate": trainer.accumulate_grad_batches,
@@ -67,6 +86,42 @@ def dump(trainer: Trainer, sampler: dict[str, Any]) -> State:
         "random": random_state(),
     }
     return State(replicated, own)
+
+
+def begin_epoch(trainer: Trainer, state: State) -> None:
+    """Do what the others have done when the epoch began, but for its first: this process has begun that itself.
+
+    Hooks may do then, by the number of the epoch, what no state tells: set what is trained, or what a loader yields.
+
+    Args:
+        trainer: In a fit, before its first batch is drawn.
+        state: From `dump`. Must be restored afterwards.
+    """
+    fit = trainer.fit_loop
+    fit.load_state_dict(state.own["checkpoint"]["loops"]["fit_loop"])
+    _go_on(fit)
+    if trainer.current_epoch == 0:
+        return
+    known: Any = trainer
+    if known.reload_dataloaders_every_n_epochs:
+        _load_data_anew(fit)
+    assert fit._combined_loader is not None
+    for loader in fit._combined_loader.flattened:
+        _set_sampler_epoch(loader, trainer.current_epoch)
+    call._call_callback_hooks(trainer, "on_train_epoch_start")
+    call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+
+
+def _load_data_anew(fit: _FitLoop) -> None:
+    """Ask for the loader again, and have the fetcher that the epoch's loop holds draw from it."""
+    fetcher: Any = fit._data_fetcher
+    fetcher.teardown()
+    fit._combined_loader = None
+    fit.setup_data()
+    made: Any = fit._data_fetcher
+    made.teardown()
+    fetcher.setup(fit._combined_loader)
+    fit._data_fetcher = fetcher
 
 
 def restore(trainer: Trainer, state: State) -> dict[str, Any]:
@@ -87,18 +142,27 @@ def restore(trainer: Trainer, state: State) -> dict[str, Any]:
         vars(callback).update(values)  # before its state: that is forgotten if the directory is another
     connector = trainer._checkpoint_connector
     weights = {**own["buffers"], **state.replicated["state_dict"]}
-    connector._loaded_checkpoint = {**own["checkpoint"], **state.replicated, "state_dict": weights}
+    replicated = dict(state.replicated)
+    gradients = replicated.pop("gradients", {})
+    connector._loaded_checkpoint = {**own["checkpoint"], **replicated, "state_dict": weights}
     connector.restore_datamodule()
     connector.restore_model()
     connector.restore_callbacks()
     connector.restore_training_state()
     connector._loaded_checkpoint = {}
     _go_on(trainer.fit_loop)
+    for name, parameter in trainer.lightning_module.named_parameters():
+        gradient = gradients.get(name)
+        parameter.grad = None if gradient is None else gradient.to(parameter.device)
     trainer.should_stop = own["should_stop"]
     trainer._logger_connector._callback_metrics.update(own["metrics"])
+    vars(trainer._logger_connector).update(own["logging"])
+    epoch_loop = trainer.fit_loop.epoch_loop
+    for results, logged in zip((epoch_loop._results, epoch_loop.val_loop._results), own["results"], strict=True):
+        _expect(results, logged, trainer)
     trainer.fit_loop._last_train_dl_reload_epoch = own["last_reload"]
     trainer.accumulate_grad_batches = own["accumulate"]
-    vars(trainer.fit_loop.epoch_loop.val_loop).update(own["val_loop"])
+    vars(epoch_loop.val_loop).update(own["val_loop"])
     set_random_state(own["random"])
     sampler: dict[str, Any] = own["sampler"]
     return sampler
@@ -106,6 +170,33 @@ def restore(trainer: Trainer, state: State) -> dict[str, Any]:
 
 def _of_checkpoints(callback: object) -> dict[str, Any]:
     return {name: value for name, value in vars(callback).items() if name in _OF_CHECKPOINTS}
+
+
+def _logged(results: _ResultCollection) -> list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """Return what has been logged so far, in order; values only of what is not reduced over the ranks."""
+    found = []
+    for key, metric in results.items():
+        meta = vars(metric.meta).copy()
+        sync = vars(meta.pop("_sync"))
+        if metric.meta.reduce_fx not in {sum, max, min}:  # torch's functions are not found again by reference
+            meta["reduce_fx"] = metric.meta.reduce_fx.__name__
+        names = ["has_reset", *(() if sync["_should"] or not metric.is_tensor else _OF_VALUE)]
+        values = {name: vars(metric)[name] for name in names if name in vars(metric)}
+        found.append((key, meta, {name: sync[name] for name in _OF_SYNC}, {**values, "is_tensor": metric.is_tensor}))
+    return found
+
+
+def _expect(results: _ResultCollection, logged: list[Any], trainer: Trainer) -> None:
+    """Have a rank reduce at the end of an epoch what the others reduce, in their order, with nothing to add so far."""
+    results.clear()
+    for key, kept, sync, values in logged:
+        meta = _Metadata(**kept)
+        meta.sync = _Sync(fn=trainer.strategy.reduce, **sync)
+        metric = _ResultMetric(meta, values["is_tensor"])
+        if meta.metric_attribute is not None:
+            metric.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
+        vars(metric).update(values, _update_count=1)  # or Lightning warns that it never was updated here
+        results[key] = metric.to(trainer.strategy.root_device)
 
 
 def _go_on(loop: _Loop) -> None:

@@ -379,14 +379,18 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     def _take(self, state: State) -> None:
         num_fits, own = state.own
+        assert self.group is not None
         assert self._trainer is not None
         assert self._epoch_data is not None
+        if num_fits != self.num_fits:
+            raise ValueError(f"the job is in its fit number {num_fits}, this process in number {self.num_fits}")
+        of_trainer = State(state.replicated, own)
+        with self.group.ring.outside():
+            rejoin.begin_epoch(self._trainer, of_trainer)
         deal = self._epoch_data.deal
         if deal is None:
             raise ValueError("the data can't be dealt anew in the middle of an epoch")
-        if num_fits != self.num_fits:
-            raise ValueError(f"the job is in its fit number {num_fits}, this process in number {self.num_fits}")
-        deal.sampler.load_state_dict(rejoin.restore(self._trainer, State(state.replicated, own)))
+        deal.sampler.load_state_dict(rejoin.restore(self._trainer, of_trainer))
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         """Called in the signal handler: in a fit, only note it."""

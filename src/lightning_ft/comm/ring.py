@@ -201,6 +201,15 @@ class Ring:
             self._pass_boundary(give, take, following)
         return True
 
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Answer collectives as before the join: the others have run them before this process was there."""
+        self.is_outside = True
+        try:
+            yield
+        finally:
+            self.is_outside = False
+
     def admit(self, give: Callable[[], State], take: Callable[[State], None]) -> None:
         """Let those join that wait, at a boundary that all members reach after the same commit. Arguments as `join`.
 
