@@ -82,7 +82,7 @@ class Member:
         self.port_open = True
         self.is_stuck = False
         self.frozen = False
-        self.is_computing = False
+        self.is_computing = self.is_cut_off = False
         self.vouched_s = -math.inf
         self.backlog: list[object] = []
         self.outcome = ""

@@ -185,7 +185,7 @@ class Simulation:
         if "nothing was heard of it" in str(failure["detail"]):
             silent_s = self.now - process.renewed_s
             assert silent_s >= self.settings.heartbeat_timeout, f"{process.name} had a lease: {silent_s} s, {failure}"
-            if process.connection is not None:
+            if process.connection is not None or process.is_cut_off:
                 mute_s = self.now - process.vouched_s
                 assert mute_s >= self.settings.heartbeat_timeout, (
                     f"{process.name} was vouched for: {mute_s} s, {failure}"
@@ -214,6 +214,7 @@ class Simulation:
         self.busy_until = self.now + self.random.random()
         self.later(self.busy_until - self.now, self._drain)
         for connection in open_connections:
+            connection.member.is_cut_off = connection.is_open
             connection.drop(self.busy_until - self.now + self.random.random())
         self.state = snapshot.load(self.saved, self.now, self.settings.timeout, self.settings.timeout)
         self._check_tally()
@@ -237,7 +238,7 @@ class Simulation:
     def connect(self, member: Member) -> None:
         """A process reaches the coordinator, for the first time or again."""
         if member.alive and member.connection is None:
-            member.connection = Connection(self, member)
+            member.connection, member.is_cut_off = Connection(self, member), False
             member.connected()
 
     def _heartbeat(self, member: Member) -> None:

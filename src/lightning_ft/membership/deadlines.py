@@ -85,8 +85,9 @@ def _silent(turn: Turn, member: Member) -> tuple[Cause, str] | None:
     limit_s = turn.settings.heartbeat_timeout
     if not _is_mute(turn, member):
         return None
-    if member.is_connected and member.vouched_s is not None and turn.clock_s - member.vouched_s < limit_s:
-        return None  # its interpreter's lock is held by something that works
+    is_vouched_for = member.vouched_s is not None and turn.clock_s - member.vouched_s < limit_s
+    if is_vouched_for and (member.is_connected or member.is_unseen):
+        return None  # its interpreter's lock is held by something that works, so that it can't connect anew either
     silent = f"nothing was heard of it for {limit_s:g} s"
     if member.is_connected:
         return Cause.HEARTBEAT, silent

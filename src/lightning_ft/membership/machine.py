@@ -322,7 +322,7 @@ def _dead(turn: Turn, member: Member, cause: Cause, detail: str) -> None:
 
 
 def _heard(turn: Turn) -> dict[str, Any]:
-    return {"is_connected": True, "last_heard_s": turn.clock_s}
+    return {"is_connected": True, "is_unseen": False, "last_heard_s": turn.clock_s}
 
 
 def _name(event: object) -> str:

@@ -121,6 +121,7 @@ def _load_member(record: dict[str, Any], now_s: float) -> Member:
         address=None if address is None else Address(*address),
         generation=record["generation"],
         status=Status(record["status"]),
+        is_unseen=address is not None,
         last_heard_s=None if address is None else now_s,
         progress_s=None if address is None else now_s,
         has_state=record["has_state"],

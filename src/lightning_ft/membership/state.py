@@ -47,6 +47,7 @@ class Member:
         address: None until it said hello; present in every view but generation 0.
         generation: Last view that holds it.
         is_connected: False from a drop of its connection until it is heard of again.
+        is_unseen: Its connection ended with the last coordinator, not by itself; False once it was heard of.
         last_heard_s: On the coordinator's clock; None until it said hello.
         vouched_s: On the coordinator's clock, when its agent last saw it compute; None: not yet.
         has_state: Whether it holds the job's state: joiners do not, until they say so.
@@ -69,6 +70,7 @@ class Member:
     generation: int = 0
     status: Status = Status.RUNNING
     is_connected: bool = False
+    is_unseen: bool = False
     last_heard_s: float | None = None
     vouched_s: float | None = None
     has_state: bool = True

@@ -36,11 +36,28 @@ def test_what_was_decided_is_kept() -> None:
     assert (state.target, state.reason, state.leave_notice) == (5, "", None)
     for name, member in job.state.members.items():
         expected = dataclasses.replace(
-            member, is_connected=False, last_heard_s=1000.0, progress_s=1000.0, waits_since_s=None
+            member, is_connected=False, is_unseen=True, last_heard_s=1000.0, progress_s=1000.0, waits_since_s=None
         )
         assert state.members[name] == expected
     assert state.hang_deadline_s == 1000.0 + TIMEOUT_S
     state.check()
+
+
+@pytest.mark.parametrize("is_back", [True, False], ids=["back", "cut off"])
+def test_whoever_computes_may_take_its_time_to_connect_again(is_back: bool) -> None:
+    """Something holds its interpreter's lock; but if it was there and its connection dropped, it can't be reached."""
+    job = Job.running(A, B)
+    job.state = restarted(job.state, job.now_s)
+    if is_back:
+        job.heartbeat(B)
+        job.drop(B)
+    for _ in range(int(SILENCE_S) + 2):
+        job.feed(events.Vouched(((B, 1),)))
+        job.tick(1.0, alive=(A,))
+    assert job.state.members[B].status is (Status.GONE if is_back else Status.RUNNING)
+    job.feed(events.Vouched(()))
+    job.tick(SILENCE_S, alive=(A,))
+    assert job.state.members[B].status is Status.GONE
 
 
 def test_exceptions_are_kept() -> None:
