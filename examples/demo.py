@@ -159,6 +159,10 @@ def _recovered(event: Event) -> str:
     )
 
 
+def _admitted(event: Event) -> str:
+    return f"{', '.join(event['joined'])} is back at step {event['step']}; it took {event['latency_s'] * 1000:.0f} ms"
+
+
 _SENTENCES: dict[str, Callable[[Event], str]] = {
     "demo_kill": lambda event: f"SIGKILL is sent to member {event['member']} (process {event['pid']})",
     "job_started": lambda event: f"the job starts with the members {', '.join(event['members'])}",
@@ -167,6 +171,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "view_suspended": lambda event: f"training is suspended: {event['reason']}",
     "view_committed": _view,
     "recovered": _recovered,
+    "members_admitted": _admitted,
     "evaluation_incomplete": lambda event: f"the {event['stage']} covers {event['coverage']:.0%} of its data",
     "job_stopped": lambda event: f"there will be no other view: {event['reason']}",
     "job_finished": lambda event: f"the job ends with status {event['status']}",

@@ -29,6 +29,9 @@ STACKS_SIGNAL = signal.SIGRTMIN + 10 if hasattr(signal, "SIGRTMIN") else signal.
 ORPHAN_STATUS = 128 + signal.SIGKILL
 """Exit status of a child that ends because its agent did."""
 
+CANNOT_JOIN_STATUS = getattr(os, "EX_CONFIG", 78)
+"""Exit status of a child that was started while the job ran and can't join it; another could not either."""
+
 _PR_SET_PDEATHSIG = 1
 _LAST_LOOK_S = 1.0
 

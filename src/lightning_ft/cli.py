@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     settings.add_argument("--evict-stragglers", action="store_true", default=None, help="give slow members up")
     settings.add_argument(
-        "--respawn", action="store_true", default=None, help="start members again whose process failed"
+        "--respawn",
+        action=argparse.BooleanOptionalAction,
+        help="whether members are started again whose process failed",
     )
     settings.add_argument("--max-restarts", "--max_restarts", type=int, metavar="N", help="how often, for each member")
     settings.add_argument("--coordinator", metavar="HOST:PORT", help="where node 0's coordinator listens")

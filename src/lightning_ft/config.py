@@ -57,7 +57,7 @@ class Settings:
     timeout: float | str = 1800.0
     max_link_failures: int = 3
     evict_stragglers: bool = False
-    respawn: bool = False
+    respawn: bool = True
     max_restarts: int = 3
     coordinator: str | None = None
     process_group_backend: str | None = None

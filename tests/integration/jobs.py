@@ -143,6 +143,7 @@ def _running(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT / "src"),
         "LIGHTNING_FT_EVENT_LOG": str(out / "events.jsonl"),
+        "LIGHTNING_FT_RESPAWN": "0",  # most tests look at what becomes of those that are left
         **(environment or {}),
     }
     with (out / output_name).open("wb") as output:

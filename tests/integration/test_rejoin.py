@@ -7,6 +7,7 @@ import pathlib
 import pytest
 import torch
 
+from lightning_ft.child import CANNOT_JOIN_STATUS
 from tests.integration import jobs, reference
 from tests.integration.test_kill_points import NUM_SWEEPS, check_weights
 
@@ -83,3 +84,26 @@ def test_kill_in_an_admission(tmp_path: pathlib.Path, name: str, point: str) -> 
         tmp_path, 4, ["plain_loop.py", "20", "--full", "--double", "--optimizer", "adamw"], RESPAWN | faults
     ) as job:
         check_full_again(job, 2, model="mlp", optimizer="adamw", dtype=torch.float64)
+
+
+def test_whoever_can_not_join_stays_away(tmp_path: pathlib.Path) -> None:
+    """It says why, is not started a third time, and the job is none the worse."""
+    program = ["plain_loop.py", "200", "--hook", "powersgd", "--slow", "0/0"]
+    with jobs.running(tmp_path, 3, program, RESPAWN | {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@10"}) as job:
+        assert job.finish() == 0, job.output()
+        statuses = [event["status"] for event in job.events() if event["event"] == "member_exited"]
+        assert statuses == [-9, CANNOT_JOIN_STATUS, 0, 0], job.output()
+        assert "LaunchError: joining the job failed" in job.output()
+        assert "[0/1] stays away: it can't join" in job.output()
+
+
+def test_whoever_comes_too_late_is_ended(tmp_path: pathlib.Path) -> None:
+    """The job's end does not wait for a process that starts still."""
+    with jobs.running(
+        tmp_path, 3, ["plain_loop.py", "20"], RESPAWN | {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@18"}
+    ) as job:
+        assert job.finish() == 0, job.output()
+        assert "[0/1] process" in job.output()
+        assert "is ended: the job ended before it joined" in job.output()
+        statuses = [event["status"] for event in job.events() if event["event"] == "member_exited"]
+        assert sorted(statuses) == [-9, -9, 0, 0], job.output()

@@ -29,7 +29,7 @@ VALUES = {
     "timeout": ("60", 60.0),
     "evict_stragglers": ("1", True),
     "max_link_failures": ("5", 5),
-    "respawn": ("1", True),
+    "respawn": ("0", False),
     "max_restarts": ("7", 7),
     "coordinator": ("node0:29400", "node0:29400"),
     "process_group_backend": ("gloo", "gloo"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ft.child import watch_agent
+from lightning_ft.child import CANNOT_JOIN_STATUS, watch_agent
 from lightning_ft.comm.gloo import GlooTransport, reachable_host
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.rendezvous import defer_rendezvous
@@ -89,7 +89,7 @@ def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     _ring, _pid = Ring(client, transport, member, settings, is_joiner=is_joiner), os.getpid()
     _ring.on_renumbered.append(_update_rank_table)
     _ring.start(expected)
-    atexit.register(_leave_at_exit, _ring, os.getpid())
+    atexit.register(_leave_at_exit, _ring, os.getpid(), is_joiner=is_joiner)
     sys.excepthook = functools.partial(_crash_at_once, _ring, os.getpid(), sys.excepthook)
     return FaultTolerantProcessGroup(_ring, _ring.world)
 
@@ -108,7 +108,7 @@ def _crash_at_once(  # noqa: PLR0917 - a hook's own order
         ring.crash(error)
 
 
-def _leave_at_exit(ring: Ring, pid: int) -> None:
+def _leave_at_exit(ring: Ring, pid: int, *, is_joiner: bool) -> None:
     if os.getpid() != pid:  # a fork that ends like a program: it is no member, and has no threads to leave with
         return
     error = getattr(sys, "last_value", None)
@@ -116,13 +116,14 @@ def _leave_at_exit(ring: Ring, pid: int) -> None:
         ring.leave()
     else:  # somebody has replaced our hook
         ring.crash(error)
-    if ring.is_stuck:
-        # When its peers' sockets close, that thread would come back from C++ into an interpreter that is gone, which
-        # ends the process by abort(). Python tells no exit handler the status; what sys.exit was given is lost here.
+    is_refused = is_joiner and isinstance(error, LaunchError)
+    # A stuck thread would come back from C++, when its peers' sockets close, into an interpreter that is gone, which
+    # ends the process by abort(). Python tells no exit handler the status; what sys.exit was given is lost here.
+    if ring.is_stuck or is_refused:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0 if error is None else 1)
+        os._exit(CANNOT_JOIN_STATUS if is_refused else 0 if error is None else 1)
 
 
 def _update_rank_table() -> None:

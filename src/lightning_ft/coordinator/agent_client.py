@@ -26,7 +26,8 @@ class AgentClient:
         computing: Returns the running members that have computed since it was last called, with their incarnations.
 
     Attributes:
-        stopped: Set once there will be no other view; `is_failed` if not because all members left in peace.
+        stopped: Set once there will be no other view; `is_failed` if not because all members left in peace, `members`
+            the processes of this node, with incarnations, that were members at any time.
         ended: Set once the job is over, with `job_status`.
 
     Threads: the event loop's.
@@ -50,6 +51,7 @@ class AgentClient:
         self._is_connected = asyncio.Event()
         self.stopped = asyncio.Event()
         self.is_failed = False
+        self.members: frozenset[tuple[str, int]] = frozenset()
         self.ended = asyncio.Event()
         self.job_status: int | None = None
         self._link = Link(
@@ -128,7 +130,7 @@ class AgentClient:
         elif isinstance(message, effects.Kill):
             self._on_kill(message.member, message.incarnation, message.reason)
         elif isinstance(message, wire.JobStopped):
-            self.is_failed = message.is_failed
+            self.is_failed, self.members = message.is_failed, frozenset(message.members)
             self.stopped.set()
         elif isinstance(message, wire.JobEnded):
             self.job_status = message.status

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from lightning_ft.membership import events
 
@@ -31,17 +31,19 @@ class Ending:
         self.exits.append(exited)
         return True
 
-    @property
-    def status(self) -> int:
-        """The job's exit status, as far as it has ended."""
-        return job_status(self.exits, self.released)
+    def status(self, members: Container[Identity]) -> int:
+        """The job's exit status, as far as it has ended; arguments as `job_status`."""
+        return job_status(
+            [ended for ended in self.exits if (ended.member, ended.incarnation) in members], self.released
+        )
 
 
 def job_status(exits: Sequence[events.Exited], released: Iterable[Identity]) -> int:
     """Exit status of a job.
 
     Args:
-        exits: How its processes ended, in order of time.
+        exits: How its members ended, in order of time. Not those that were started again and came too late: how they
+            end says nothing about the job.
         released: The members that were let go when all were leaving. Whoever left before, with the others going on, is
             no reason to call the job failed.
 

@@ -146,7 +146,8 @@ class CoordinatorServer:
     def end(self) -> None:
         """Declare the job over, whoever is still there."""
         if not self.ended.is_set():
-            status = self._ending.status
+            members = self._members_by_node().values()
+            status = self._ending.status({identity for of_node in members for identity in of_node})
             self.record("job_finished", status=status)
             for agent in self._agents.values():
                 agent.send(wire.JobEnded(status))
@@ -234,7 +235,8 @@ class CoordinatorServer:
         self._done.discard(hello.node)  # until it says so again
         self._hear_agent(hello.node)
         connection.send(wire.Welcome(self._settings.heartbeat_interval))
-        self._tell_stopped(connection)
+        if self._state.phase is state.Phase.STOPPED:
+            self._tell_stopped(connection, self._members_by_node().get(hello.node, []))
         for identity in hello.incarnations:
             if identity in self._kills:
                 connection.send(self._kills[identity])
@@ -247,9 +249,16 @@ class CoordinatorServer:
         for node, late_s in self._nodes.newly_silent(self._state.clock_s(self._clock())).items():
             self.record("node_silent", node=node, late_s=round(late_s, 3))
 
-    def _tell_stopped(self, agent: Connection) -> None:
-        if self._state.phase is state.Phase.STOPPED:
-            agent.send(wire.JobStopped(self._state.reason, is_failed=self.is_failed))
+    def _tell_stopped(self, agent: Connection, members: Sequence[tuple[str, int]]) -> None:
+        agent.send(wire.JobStopped(self._state.reason, is_failed=self.is_failed, members=tuple(members)))
+
+    def _members_by_node(self) -> dict[int, list[tuple[str, int]]]:
+        found: dict[int, list[tuple[str, int]]] = {}
+        for member in self._state.members.scan():
+            if member.incarnation is not None:
+                node = int(member.member.partition("/")[0])
+                found.setdefault(node, []).append((member.member, member.incarnation))
+        return found
 
     # Receiving.
 
@@ -356,8 +365,9 @@ class CoordinatorServer:
     def _stopped(self) -> None:
         for identity in list(self._probes):
             self._end_probe(identity)
-        for agent in self._agents.values():
-            self._tell_stopped(agent)
+        members = self._members_by_node()
+        for node, agent in self._agents.items():
+            self._tell_stopped(agent, members.get(node, []))
 
     def _line(self, record: effects.Record) -> str:
         fields = dict(record.fields)

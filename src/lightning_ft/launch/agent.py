@@ -45,7 +45,10 @@ TERMINATION_GRACE_TIME_S = 30.0
 """How long a child that is asked to end may take; as torchrun's."""
 
 _MAX_BACKOFF_S = 30.0
-"""The first restart is at once, the second after a second, then twice as late each time, up to this."""
+"""The second restart comes after a second, then twice as late each time, up to this."""
+
+_FIRST_PAUSE_S = 0.2
+"""Ranks that fail by the same bug fail together, which ends the job; none is started again for that."""
 
 _MAX_STACKS = 64 * 1024
 _STACKS_PATIENCE_S = 0.5
@@ -261,7 +264,7 @@ class Agent:
     async def _keep_running(self, child: _Child, start: Callable[[int, int], _Child]) -> None:
         """Follow a slot's child to its end, and start it again as often as it may be."""
         while await self._watch(child) and self._may_restart(child):
-            pause_s = 0.0 if child.incarnation == 1 else min(_MAX_BACKOFF_S, 2.0 ** (child.incarnation - 2))
+            pause_s = _FIRST_PAUSE_S if child.incarnation == 1 else min(_MAX_BACKOFF_S, 2.0 ** (child.incarnation - 2))
             assert self._client is not None
             waits = (self._is_ending.wait(), self._client.stopped.wait(), self._restarts_end.wait())
             await _first_of(*waits, timeout_s=pause_s)
@@ -278,6 +281,9 @@ class Agent:
 
     def _may_restart(self, child: _Child) -> bool:
         assert self._client is not None
+        if child.process.returncode == child_module.CANNOT_JOIN_STATUS:
+            logger.warning("[%s] stays away: it can't join, for the reason that it has told", child.member)
+            return False
         is_wanted = self._settings.respawn and child.incarnation <= self._settings.max_restarts
         is_over = self._client.stopped.is_set() or self._restarts_end.is_set() or self._is_ending.is_set()
         is_cut_off = self._client.silent_s > self._settings.heartbeat_timeout  # it would find no job to join
@@ -309,10 +315,16 @@ class Agent:
         """Wait until no child has work: the job was given up, or all members left and the user wants an end.
 
         Members of a failed job were told, say why and exit by themselves. Whoever was released may take its time, to
-        write its results; but not if everything was asked to stop.
+        write its results; but not if everything was asked to stop. Whoever comes too late to be a member has none.
         """
         assert self._client is not None
         await self._client.stopped.wait()
+        for child in self._alive():
+            if (child.member, child.incarnation) not in self._client.members:
+                logger.warning(
+                    "[%s] process %d is ended: the job ended before it joined", child.member, child.process.pid
+                )
+                child.kill()
         if not self._client.is_failed:
             await self._asked_to_stop.wait()
 
@@ -336,7 +348,9 @@ class Agent:
         """Deliver the last exits; stay for the other nodes if they need our coordinator."""
         assert self._client is not None
         self._client.done()
-        own_status = job_status(self._exits, [(e.member, e.incarnation) for e in self._exits if e.status == 0])
+        known, is_told = self._client.members, self._client.stopped.is_set()
+        exits = [ended for ended in self._exits if not is_told or (ended.member, ended.incarnation) in known]
+        own_status = job_status(exits, [(ended.member, ended.incarnation) for ended in exits if ended.status == 0])
         if self._coordinator is None:
             # Once the job has ended the coordinator has heard of everything, and is there no more.
             await _first_of(self._client.flush(self._settings.heartbeat_timeout), self._client.ended.wait())

@@ -93,10 +93,17 @@ class AgentDone:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobStopped:
-    """Said to agents: there will be no other view. `is_failed` unless all members left in peace."""
+    """Said to agents: there will be no other view.
+
+    Attributes:
+        is_failed: Not all members left in peace.
+        members: The agent's processes, with incarnations, that were in the last view or in one before. Any other of its
+            processes has come too late.
+    """
 
     reason: str
     is_failed: bool
+    members: tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -349,7 +356,11 @@ _SCHEMAS: tuple[_Schema, ...] = (
     ),
     _schema("heartbeat", AgentHeartbeat, {"computing": read.read_incarnations}),
     _schema("done", AgentDone, {}),
-    _schema("job_stopped", JobStopped, {"reason": read.read_text, "is_failed": read.read_flag}),
+    _schema(
+        "job_stopped",
+        JobStopped,
+        {"reason": read.read_text, "is_failed": read.read_flag, "members": read.read_incarnations},
+    ),
     _schema("job_ended", JobEnded, {"status": read.read_status}),
     _schema("welcome", Welcome, {"heartbeat_interval_s": read.read_seconds}),
     _schema("suspend", effects.Suspend, {"generation": read.read_natural, "reason": read.read_text}),

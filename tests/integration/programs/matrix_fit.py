@@ -277,16 +277,17 @@ WORKER_BATCHES = {
     "sanity_check": ("validation", 0),
     "first_step": ("training", 0),
     "mid_epoch": ("training", MID_EPOCH),
-    "validation": ("validation", 2),
+    "validation": ("validation", 3),
 }
-"""Which batch of which loader fails in its worker. The sanity check sees but two."""
+"""Which batch of which loader fails in its worker. The sanity check sees but two, while the worker draws a third."""
 
 
 def loader(kind: str, length: int, hits: list[Hit]) -> DataLoader[torch.Tensor]:
     """Return a loader; with a worker if it shall fail."""
     due = {batch: hit for hit in hits for name, batch in [WORKER_BATCHES[hit.moment]] if name == kind}
     samples = Samples(length, len(kind), due)
-    return DataLoader(samples, batch_size=BATCH_SIZE, shuffle=kind == "training", num_workers=1 if due else 0)
+    workers = {"num_workers": 1, "prefetch_factor": 1} if due else {}
+    return DataLoader(samples, batch_size=BATCH_SIZE, shuffle=kind == "training", **workers)  # type: ignore[arg-type]
 
 
 class Model(L.LightningModule):

@@ -23,7 +23,7 @@ MESSAGES: list[tuple[Any, tuple[type, ...]]] = [
     (events.Ready("0/1", 3, ADDRESS, 99), wire.FROM_MEMBER),
     (wire.Report("0/1", 3, "recovered", (("s", 0.5), ("by", ("0/0", 1)), ("x", None), ("ok", True))), wire.FROM_MEMBER),
     (wire.AgentDone(), wire.FROM_AGENT),
-    (wire.JobStopped("too few", is_failed=True), wire.TO_AGENT),
+    (wire.JobStopped("too few", is_failed=True, members=(("0/1", 2),)), wire.TO_AGENT),
     (wire.JobEnded(143), wire.TO_AGENT),
     (wire.AgentHello(0, (("0/0", 1), ("0/1", 3))), wire.FROM_AGENT),
     (wire.AgentHeartbeat(), wire.FROM_AGENT),
