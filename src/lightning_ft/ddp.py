@@ -28,8 +28,11 @@ from lightning_ft.errors import LaunchError, ProtocolViolationError
 from lightning_ft.faultpoints import reach
 from lightning_ft.reduction import CommHook, Commit, GradientReduction, Layout, Part, load_gradients
 
+_LEAVES = 1 << 16
+"""What a commit's word counts for a member that was asked to leave; below it, the requests to stop."""
+
 _JOINS = 1 << 32
-"""What a commit's word counts for a member that knows of a joiner; below it, the requests to stop."""
+"""What it counts for a member that knows of a joiner."""
 
 _CLOSED = 1 << 48
 """What it counts for a member that a joiner could not take everything over from."""
@@ -45,12 +48,14 @@ class StepCommit:
     Attributes:
         step: Number of the gradient step, from 0.
         contributors: Logical ids whose gradients are in the average.
-        stop_requests: How many members were asked to stop (SIGTERM).
+        stop_requests: How many members ask all to stop.
+        leave_requests: How many members were asked to leave, without the others.
     """
 
     step: int
     contributors: tuple[str, ...]
     stop_requests: int
+    leave_requests: int
 
 
 class _ReducerGroup(_GroupBase):  # type: ignore[misc]
@@ -126,7 +131,9 @@ class FaultTolerantDDP(DistributedDataParallel):
 
     Attributes:
         on_commit: Called with the StepCommit at the end of each backward that reduces.
-        is_stop_requested: Set to tell all members, with the next commit, that this one was asked to stop.
+        is_stop_requested: Set to ask all members, with the next commit, to stop.
+        is_leave_requested: Set to tell all members, with the next commit, that this one was asked to leave.
+        num_leave_requests: How many commits in a row have said so.
 
     Raises:
         ValueError: An argument is not supported, or WORLD is not an `ft` group.
@@ -144,7 +151,8 @@ class FaultTolerantDDP(DistributedDataParallel):
         _check_supported(module, kwargs)
         is_synced = kwargs.pop("init_sync", True)
         self.on_commit: Callable[[StepCommit], None] | None = None
-        self.is_stop_requested = False
+        self.is_stop_requested = self.is_leave_requested = False
+        self.num_leave_requests = 0
         self._world = world
         self._user_hook: tuple[Any, CommHook] | None = None
         self._reduction: GradientReduction | None = None
@@ -321,8 +329,13 @@ class FaultTolerantDDP(DistributedDataParallel):
         reach("reduction.wait")
         ring, sequence = self._world.ring, self._world.sequence
         ring.run(sequence, reduction)
+        is_leaving = self.is_leave_requested
+        self.num_leave_requests = self.num_leave_requests + 1 if is_leaving else 0
         commit = Commit(
-            int(self.is_stop_requested) + _JOINS * ring.is_join_pending + _CLOSED * ring.is_closed_to_joiners
+            int(self.is_stop_requested)
+            + _LEAVES * is_leaving
+            + _JOINS * ring.is_join_pending
+            + _CLOSED * ring.is_closed_to_joiners
         )
         ring.submit(sequence, commit)
         return commit
@@ -334,7 +347,8 @@ class FaultTolerantDDP(DistributedDataParallel):
         self._reduction = None
         if self.on_commit is not None:
             contributors = ring.members_of(reduction.final_generation)
-            self.on_commit(StepCommit(ring.step - 1, contributors, commit.total % _JOINS))
+            leaves, stops = divmod(commit.total % _JOINS, _LEAVES)
+            self.on_commit(StepCommit(ring.step - 1, contributors, stops, leaves))
 
 
 class _Buckets:

@@ -74,12 +74,13 @@ def take_stop_signals(
 
     For SIGTERM it broadcasts a flag at every batch, and again from within the signal handler, where it meets any other
     collective; SIGINT ends each rank wherever it is. Here the handler only notes the signal; all ranks learn it with a
-    step's commit and stop at the end of the same batch, before a validation. A second SIGINT is Python's own.
+    step's commit, and whoever is to stop does so at the end of a batch, before a validation. A second SIGINT is
+    Python's own.
 
     Args:
         trainer: Before its signal handlers are registered.
         on_signal: Called in the signal handler.
-        stop_reason: Which signal this rank got (SIGTERM if none) if the last commit said that somebody got one.
+        stop_reason: Called at the end of each batch: with which signal to stop now, if at all.
         on_registered: Called when the handlers are in place, at the start of each fit or evaluation.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop

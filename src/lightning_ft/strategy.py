@@ -339,7 +339,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         return output
 
     def _on_commit(self, commit: StepCommit) -> None:
-        self._is_stopping |= commit.stop_requests > 0
+        self._is_stopping |= commit.stop_requests > 0 or commit.leave_requests >= len(commit.contributors)
         if self._epoch_data is not None:
             self._epoch_data.on_commit(commit.contributors)
 
@@ -394,8 +394,9 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         """Called in the signal handler: in a fit, only note it."""
-        if isinstance(self.model, FaultTolerantDDP):
-            self.model.is_stop_requested = True
+        if isinstance(self.model, FaultTolerantDDP) and not self._is_outside:
+            self.model.is_leave_requested |= number == signal.SIGTERM
+            self.model.is_stop_requested |= number == signal.SIGINT
             self._own_stop_signal = self._own_stop_signal or number
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -403,11 +404,22 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             raise SystemExit(128 + number)
 
     def _stop_reason(self) -> signal.Signals | None:
-        """Which signal to end with, once all ranks know that they stop."""
+        """Which signal to end with: once all ranks know that they stop, or this one has been asked to leave.
+
+        If all are asked, they may hear of it at different steps, but hardly two steps apart.
+        """
         if not self._is_stopping:
-            return None
+            if not isinstance(self.model, FaultTolerantDDP) or self.model.num_leave_requests < 2:
+                return None
+            self._depart()
         reason, self._own_stop_signal, self._is_stopping = self._own_stop_signal, None, False
         return reason or signal.SIGTERM
+
+    def _depart(self) -> None:
+        assert self.group is not None
+        progress("leaving the job")
+        self.group.ring.depart()
+        self.set_world_ranks()
 
     def _catch_up_on_signal(self) -> None:
         """A signal that came after the last step of a fit counts in the next, or ends the evaluation that follows."""

@@ -100,7 +100,7 @@ FAULTS = {
     "slow": Promise(Outcome.SPARED),
     "coordinator_killed": Promise(Outcome.SPARED, numbers=(1,)),
     "events_full": Promise(Outcome.SPARED, moments=IN_STEPS, numbers=(1,)),
-    "terminate": Promise(Outcome.STOPPED),
+    "terminate": Promise(Outcome.LEFT),
     "interrupt": Promise(Outcome.STOPPED, status=1),
     "agent_killed": Promise(Outcome.BEREFT, numbers=(1,), status=-9),
     "logs_full": Promise(Outcome.FAILED, moments=IN_STEPS, numbers=(1,), status=1),
@@ -111,8 +111,9 @@ FAULTS = {
 SPECIAL = {
     ("terminate", "setup"): Promise(Outcome.LOST, ENDED),
     ("interrupt", "setup"): Promise(Outcome.LEFT),
+    ("terminate", "last_step"): Promise(Outcome.SPARED),
 }
-"""At setup Lightning has not taken the signals yet: they do what they do to any Python."""
+"""At setup Lightning has not taken the signals yet: they do what they do to any Python. After the last step all end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +165,7 @@ def assign(cells: Sequence[Cell], chance: random.Random) -> list[str] | None:
             alive.discard(first)
         candidates = sorted(alive if cell.number == ALL_BUT_ONE else alive & fresh)
         number = cell.number or len(alive) - 1
-        is_alone = cell.promise.outcome is Outcome.CONTRADICTED and len(alive) < 2  # nobody to contradict
+        is_alone = cell.fault in ("lone_collective", "misshapen_collective", "terminate") and number >= len(alive)
         if not number or len(candidates) < number or is_alone:
             return None
         victims = sorted(chance.sample(candidates, number))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.integration import jobs
+from tests.integration.test_lightning import check_data, log_rows
 
 CONFIG = """
 trainer:
@@ -101,15 +102,34 @@ def test_the_plain_example(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_all_ranks_at_the_same_batch(tmp_path: pathlib.Path, number: signal.Signals) -> None:
-    """One rank's SIGTERM, or Ctrl-C, is learned by all with the same commit: all end in peace, with equal weights."""
+    """All ranks' SIGTERM, or Ctrl-C, is learned by all with the same commit: all end in peace, with equal weights."""
     with jobs.running_script(tmp_path, ["lightning_fit.py", "--devices", "2", "--epochs", "1000"]) as job:
         job.wait_until(lambda: len(job.records("0/1")) > 40)
-        if number == signal.SIGINT:
-            job.process.send_signal(number)
-        else:
-            job.kill("0/1", number)
+        job.process.send_signal(number)
         assert job.finish() == (1 if number == signal.SIGINT else 0), job.output()  # as Lightning's own
         assert not [event for event in job.events() if event["event"] in ("failure_detected", "failed")], job.output()
         last = [[line for line in job.records(member) if line["event"] == "batch"][-1] for member in ("0/0", "0/1")]
         assert last[0]["step"] == last[1]["step"], job.output()
         assert last[0]["hash"] == last[1]["hash"]
+
+
+@pytest.mark.parametrize("member", ["0/0", "0/2"])
+def test_whoever_gets_sigterm_alone_leaves_the_others(tmp_path: pathlib.Path, member: str) -> None:
+    """Between two batches, with no sample lost; it is not started again, and writes no more."""
+    program = ["lightning_fit.py", "--devices", "3", "--epochs", "3", "--case", "batchnorm", "--test"]
+    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_RESPAWN": "1"}) as job:
+        job.wait_until(lambda: len(job.records(member)) > 40)
+        job.kill(member, signal.SIGTERM)
+        assert job.finish() == 0, job.output()
+        events = job.events()
+        names = {event["event"] for event in events}
+        assert not names & {"failure_detected", "failed", "members_admitted"}, job.output()
+        assert [event["member"] for event in events if event["event"] == "member_left"] == [member], job.output()
+        exits = [event["status"] for event in events if event["event"] == "member_exited"]
+        assert exits == [0, 0, 0], job.output()
+        assert job.records(member)[-1]["event"] == "batch"
+        others = [other for other in ("0/0", "0/1", "0/2") if other != member]
+        assert all(job.records(other)[-1]["event"] == "end" for other in others), job.output()
+        check_data(job, 3, 3)
+        steps = [line["step"] for line in job.records(others[0]) if line["event"] == "batch"]
+        assert [int(row["step"]) for row in log_rows(job, "batchnorm") if row["loss"]] == list(range(len(steps)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_ft import FaultTolerantDDPStrategy
+from lightning_ft.ddp import StepCommit
 
 
 @pytest.mark.parametrize("name", ["min_world_sizee", "enable", "bucket_cap"])
@@ -44,6 +45,16 @@ def test_a_signal_between_two_runs_counts_in_the_next() -> None:
     strategy._own_stop_signal = signal.SIGINT
     with pytest.raises(KeyboardInterrupt):
         strategy._catch_up_on_signal()
+
+
+@pytest.mark.parametrize(
+    ("stops", "leaves", "is_stopping"), [(0, 0, False), (1, 0, True), (0, 1, False), (0, 2, False), (0, 3, True)]
+)
+def test_all_stop_if_one_asks_them_to_or_all_are_asked_to_leave(stops: int, leaves: int, is_stopping: bool) -> None:
+    """Of three; those that a scheduler wants to leave, leave."""
+    strategy = FaultTolerantDDPStrategy()
+    strategy._on_commit(StepCommit(7, ("0/0", "0/1", "0/2"), stops, leaves))
+    assert (strategy._stop_reason() is not None) == is_stopping
 
 
 def test_a_stop_is_taken_once() -> None:

@@ -382,6 +382,13 @@ class Ring:
                 _log.debug("[%s] left without being released: %s", self.member, error)
         self._close()
 
+    def depart(self) -> None:
+        """Leave while the others go on, to end this process: what it still calls is answered as before a join."""
+        self.leave()
+        self.is_outside = True
+        others = (member for member in self.world.visible if member != self.member)
+        self.world.visible = (*others, self.member)  # not rank 0: it is none any more that writes for all
+
     def crash(self, error: BaseException) -> None:
         """End with an exception: the others are told why, and go on without waiting."""
         if self._is_closed:
