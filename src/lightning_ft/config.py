@@ -41,6 +41,8 @@ class Settings:
         evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
         respawn: Whether the agent starts a member again whose process failed; it then joins the job that runs.
         max_restarts: How often it does so for each logical id, >= 0.
+        on_resize: What a fit does with its learning rates when its ranks change: `keep`, or `scale_lr`, in proportion
+            to the number of ranks.
         coordinator: `host:port` of the coordinator; None: the agent starts one.
         process_group_backend: Backend inside `ft` (`gloo`); None: chosen by device.
         event_log: File that gets the event log; None: `ft_events.jsonl` in the run's log directory.
@@ -59,6 +61,7 @@ class Settings:
     evict_stragglers: bool = False
     respawn: bool = True
     max_restarts: int = 3
+    on_resize: str = "keep"
     coordinator: str | None = None
     process_group_backend: str | None = None
     event_log: str | None = None
@@ -82,6 +85,8 @@ class Settings:
                 f"heartbeat_interval={self.heartbeat_interval!r}, heartbeat_timeout={self.heartbeat_timeout!r}, "
                 f"timeout={self.timeout!r}"
             )
+        if self.on_resize not in ("keep", "scale_lr"):
+            raise ValueError(f"on_resize must be 'keep' or 'scale_lr', got {self.on_resize!r}")
         if self.coordinator is not None:
             parse_endpoint(self.coordinator)
         if self.process_group_backend not in (None, "gloo"):
@@ -184,6 +189,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "evict_stragglers": _flag,
     "respawn": _flag,
     "max_restarts": int,
+    "on_resize": str,
     "coordinator": str,
     "process_group_backend": str,
     "event_log": str,

@@ -40,6 +40,7 @@ from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.faultpoints import reach
 from lightning_ft.launch.launcher import AgentLauncher
+from lightning_ft.resize import Resize
 
 _log = logging.getLogger("lightning_ft")
 
@@ -68,6 +69,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
         respawn: Whether a rank whose process failed is started again, to join the others.
         max_restarts: How often, for each rank.
+        on_resize: `scale_lr`: learning rates follow the number of ranks.
         coordinator: `host:port` of the coordinator, if the agent shall not start one at a free port.
         process_group_backend: Backend inside `ft`: `gloo`.
         event_log: File of the event log.
@@ -103,6 +105,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         evict_stragglers: bool | None = None,  # noqa: FBT001 - jsonargparse takes either kind
         respawn: bool | None = None,  # noqa: FBT001
         max_restarts: int | None = None,
+        on_resize: Literal["keep", "scale_lr"] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
@@ -119,6 +122,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             evict_stragglers=evict_stragglers,
             respawn=respawn,
             max_restarts=max_restarts,
+            on_resize=on_resize,
         )
         takers = (DistributedDataParallel.__init__, DDPStrategy.__init__)
         known = {name for taker in takers for name in inspect.signature(taker).parameters}
@@ -143,6 +147,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._trainer: Trainer | None = None
         self._data: lightning_data.DataRefresher | None = None
         self._epoch_data: lightning_data.EpochData | None = None
+        self._resize: Resize | None = None
         self._is_promoted = False
         self._is_stopping = False
         self._own_stop_signal: signal.Signals | None = None
@@ -235,6 +240,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             lightning_data.use_elastic_samplers()
             self._data = lightning_data.DataRefresher(trainer, self._on_dealt, self._on_evaluated)
             self._epoch_data = lightning_data.EpochData(trainer)
+            self._resize = Resize(trainer, self.settings.on_resize)
             lightning_internals.around_each_batch(trainer, self._before_batch, self._epoch_data.after_batch)
             lightning_internals.take_stop_signals(
                 trainer, self._on_stop_signal, self._stop_reason, self._catch_up_on_signal
@@ -357,6 +363,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         elif self.group is not None and self.group.ring.is_admission_due and self._epoch_data.is_at_boundary:
             self.group.ring.admit(self._give, self._take)
         self._epoch_data.before_batch()
+        if self.group is not None and self._resize is not None:
+            self._resize.tell(self.group.members)
 
     def _join(self) -> None:
         assert self.group is not None
@@ -375,11 +383,13 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         deal = self._epoch_data.deal
         assert deal is not None, "nobody is admitted where the data can't be dealt anew"
         state = rejoin.dump(self._trainer, deal.sampler.state_dict())
-        return State(state.replicated, (self.num_fits, state.own))
+        assert self._resize is not None
+        return State(state.replicated, (self.num_fits, self._resize.told, state.own))
 
     def _take(self, state: State) -> None:
-        num_fits, own = state.own
+        num_fits, told, own = state.own
         assert self.group is not None
+        assert self._resize is not None
         assert self._trainer is not None
         assert self._epoch_data is not None
         if num_fits != self.num_fits:
@@ -391,6 +401,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         if deal is None:
             raise ValueError("the data can't be dealt anew in the middle of an epoch")
         deal.sampler.load_state_dict(rejoin.restore(self._trainer, of_trainer))
+        self._resize.told = told
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         """Called in the signal handler: in a fit, only note it."""

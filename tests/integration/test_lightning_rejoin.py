@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pathlib
 
+import pytest
 import torch
 
 from tests.integration import jobs
 from tests.integration.test_lightning import check_data, log_rows
 
 MEMBERS = ("0/0", "0/1", "0/2", "0/3")
-RESPAWN = {"LIGHTNING_FT_RESPAWN": "1"}
+RESPAWN = {"LIGHTNING_FT_RESPAWN": "1", "LIGHTNING_FT_ON_RESIZE": "scale_lr"}
 
 
 def check_fit(job: jobs.Job, num_epochs: int, num_lost: int) -> None:
@@ -18,7 +19,8 @@ def check_fit(job: jobs.Job, num_epochs: int, num_lost: int) -> None:
 
     All ranks had the same weights after each batch that they saw, and saw each batch once; whoever came back went on at
     the very next one. The metrics of each validation are the same on all ranks. The log has one line for each step, and
-    the checkpoints are those of a fit in which nobody died.
+    the checkpoints are those of a fit in which nobody died. All were told of each change before the same batch, and
+    their learning rate is in proportion to the number of ranks.
     """
     assert job.finish(150) == 0, job.output()
     lost = [event for event in job.events() if event["event"] == "failure_detected"]
@@ -26,6 +28,7 @@ def check_fit(job: jobs.Job, num_epochs: int, num_lost: int) -> None:
     assert len([event for event in job.events() if event["event"] == "members_admitted"]) >= 1, job.output()
     hashes: dict[int, tuple[str, int, int]] = {}
     metrics: dict[int, dict[str, float]] = {}
+    changes: dict[int, tuple[list[str], list[str], int]] = {}
     for member in MEMBERS:
         lines = job.records(member)
         assert lines[-1]["event"] == "end", f"{member}\n{job.output()}"
@@ -33,12 +36,22 @@ def check_fit(job: jobs.Job, num_epochs: int, num_lost: int) -> None:
         for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
             steps = [line["step"] for line in lines[start:end] if line["event"] == "batch"]
             assert steps == list(range(steps[0], steps[0] + len(steps))), f"{member}: {steps}\n{job.output()}"
+        num_ranks = len(MEMBERS)
         for line in lines:
             if line["event"] == "batch":
                 found = (line["hash"], line["epoch"], line["batch"])
                 assert hashes.setdefault(line["step"], found) == found, f"{member} {line}\n{job.output()}"
+                assert line["rate"] == pytest.approx(0.05 * num_ranks / 4), f"{member} {line}\n{job.output()}"
+            if line["event"] == "change":
+                num_ranks = len(line["new"])
+                told = (line["old"], line["new"], line["size"])
+                assert changes.setdefault(line["step"], told) == told, f"{member} {line}\n{job.output()}"
             if line["event"] == "validated" and line["step"]:
                 assert metrics.setdefault(line["step"], line["metrics"]) == line["metrics"], f"{member} {line}"
+    views = [[*MEMBERS], *(new for _, (_, new, _) in sorted(changes.items()))]
+    assert [old for _, (old, _, _) in sorted(changes.items())] == views[:-1], changes
+    assert sorted(views[-1]) == [*MEMBERS], changes
+    assert all(size == len(new) for _, new, size in changes.values()), changes
     assert sorted(hashes) == list(range(1, len(hashes) + 1))
     assert {epoch for _, epoch, _ in hashes.values()} == set(range(num_epochs))
     check_data(job, 4, num_epochs)

@@ -31,6 +31,7 @@ VALUES = {
     "max_link_failures": ("5", 5),
     "respawn": ("0", False),
     "max_restarts": ("7", 7),
+    "on_resize": ("scale_lr", "scale_lr"),
     "coordinator": ("node0:29400", "node0:29400"),
     "process_group_backend": ("gloo", "gloo"),
     "event_log": ("events.jsonl", "events.jsonl"),
@@ -77,6 +78,7 @@ def test_a_variable_that_cannot_be_read_is_named(variable: str, value: str) -> N
         ({"heartbeat_timeout": 1800.0}, "heartbeat_interval < heartbeat_timeout < timeout"),
         ({"heartbeat_interval": float("nan")}, "heartbeat_interval < heartbeat_timeout < timeout"),
         ({"coordinator": "somewhere"}, "expected host:port"),
+        ({"on_resize": "scale"}, "on_resize must be 'keep' or 'scale_lr', got 'scale'"),
         ({"process_group_backend": "mpi"}, "process_group_backend must be"),
     ],
 )

@@ -32,6 +32,7 @@ LAYERS = (
     "lightning_data",
     "promotion",
     "rejoin",
+    "resize",
     "launch",
     "strategy",
     "callbacks",

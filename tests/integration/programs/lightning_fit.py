@@ -122,6 +122,13 @@ class Recorder(L.Callback):
         if trainer.world_size < self.num_wanted:
             time.sleep(0.1)
 
+    def on_membership_change(
+        self, trainer: L.Trainer, module: Classifier, old_view: tuple[str, ...], new_view: tuple[str, ...]
+    ) -> None:
+        """Called before the first batch of others."""
+        size = trainer.strategy.reduce(torch.tensor(1.0), reduce_op="sum")
+        self.write(event="change", step=trainer.global_step, old=old_view, new=new_view, size=int(size))
+
     def on_fit_start(self, trainer: L.Trainer, module: Classifier) -> None:
         """Called in members only: the agent never gets here."""
         self.write(event="start", pid=os.getpid(), version=lightning_ft.__version__)
@@ -142,6 +149,7 @@ class Recorder(L.Callback):
             hash=digest.hexdigest()[:16],
             rank=trainer.global_rank,
             world_size=trainer.world_size,
+            rate=trainer.optimizers[0].param_groups[0]["lr"],
         )
 
     def on_validation_end(self, trainer: L.Trainer, module: Classifier) -> None:
