@@ -16,6 +16,9 @@ ENV_PREFIX = "LIGHTNING_FT_"
 AUTO = "auto"
 """Value of the setting `timeout` that has it learned."""
 
+KEEP, SCALE_LR = "keep", "scale_lr"
+"""Values of the setting `on_resize`."""
+
 _LONGEST = 1800.0
 
 _ALIASES = {
@@ -61,7 +64,7 @@ class Settings:
     evict_stragglers: bool = False
     respawn: bool = True
     max_restarts: int = 3
-    on_resize: str = "keep"
+    on_resize: str = KEEP
     coordinator: str | None = None
     process_group_backend: str | None = None
     event_log: str | None = None
@@ -85,8 +88,8 @@ class Settings:
                 f"heartbeat_interval={self.heartbeat_interval!r}, heartbeat_timeout={self.heartbeat_timeout!r}, "
                 f"timeout={self.timeout!r}"
             )
-        if self.on_resize not in ("keep", "scale_lr"):
-            raise ValueError(f"on_resize must be 'keep' or 'scale_lr', got {self.on_resize!r}")
+        if self.on_resize not in {KEEP, SCALE_LR}:
+            raise ValueError(f"on_resize must be {KEEP!r} or {SCALE_LR!r}, got {self.on_resize!r}")
         if self.coordinator is not None:
             parse_endpoint(self.coordinator)
         if self.process_group_backend not in (None, "gloo"):

@@ -89,7 +89,7 @@ def dump(trainer: Trainer, sampler: dict[str, Any]) -> State:
 
 
 def begin_epoch(trainer: Trainer, state: State) -> None:
-    """Do what the others have done when the epoch began, but for its first: this process has begun that itself.
+    """Do what the others have done when the epoch began, unless it is the one that this process has begun itself.
 
     Hooks may do then, by the number of the epoch, what no state tells: set what is trained, or what a loader yields.
 
@@ -97,10 +97,10 @@ def begin_epoch(trainer: Trainer, state: State) -> None:
         trainer: In a fit, before its first batch is drawn.
         state: From `dump`. Must be restored afterwards.
     """
-    fit = trainer.fit_loop
+    fit, begun = trainer.fit_loop, trainer.current_epoch
     fit.load_state_dict(state.own["checkpoint"]["loops"]["fit_loop"])
     _go_on(fit)
-    if trainer.current_epoch == 0:
+    if trainer.current_epoch == begun:
         return
     known: Any = trainer
     if known.reload_dataloaders_every_n_epochs:

@@ -10,10 +10,10 @@ from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import OneCycleLR
 from typing_extensions import override
 
+from lightning_ft.config import SCALE_LR
+
 HOOK = "on_membership_change"
 """Called on callbacks with (trainer, pl_module, old_view, new_view), on modules and datamodules with the last two."""
-
-KEEP, SCALE_LR = "keep", "scale_lr"
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """What optimizers and torch's schedulers keep of rates in the groups of parameters."""

@@ -11,7 +11,8 @@ import torch
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as schedules
 
-from lightning_ft.resize import KEEP, SCALE_LR, Resize, hold_at_the_end
+from lightning_ft.config import KEEP, SCALE_LR
+from lightning_ft.resize import Resize, hold_at_the_end
 
 FOUR, THREE = ("0/0", "0/1", "0/2", "0/3"), ("0/0", "0/2", "0/3")
 
