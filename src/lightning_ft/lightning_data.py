@@ -3,7 +3,8 @@
 Read in lightning 2.6.6 (tests/unit/test_lightning_data.py fails clearly if it changes):
 `trainer.connectors.data_connector._get_distributed_sampler` and `_parse_num_batches`,
 `_FitLoop._combined_loader`, `_data_fetcher`, `max_batches`, `setup_data` and `on_advance_end`,
-`_TrainingEpochLoop.batch_progress`, `CombinedLoader.limits`, `_DataFetcher.fetched`, `length` and `done`,
+`_TrainingEpochLoop.batch_progress` and `_should_accumulate`, `CombinedLoader.limits`, `_DataFetcher.fetched`, `length`
+and `done`,
 `_EvaluationLoop._combined_loader`, `setup_data` and `_on_evaluation_end`, `_PredictionLoop._combined_loader`,
 `setup_data` and `_on_predict_end`.
 """
@@ -85,6 +86,10 @@ class EpochData:
         self._has_gradients_left = False
         self._epoch = (0, 0)
         self._num_skipped = 0  # batches of this epoch that were trained on before this fit was resumed
+        loop = trainer.fit_loop.epoch_loop
+        accumulates = loop._should_accumulate
+        # What follows a step follows it also if it was that of the last batch, which is not the last any more.
+        loop._should_accumulate = lambda: not self._has_gradients_left and accumulates()  # type: ignore[method-assign]
 
     @property
     def deal(self) -> _Deal | None:

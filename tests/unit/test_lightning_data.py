@@ -32,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # what Lightning warns of, o
         (_FitLoop, "on_advance_end", "on_train_epoch_end"),
         (_TrainingEpochLoop, "on_run_start", "data_fetcher.fetched += self.batch_progress.current.ready"),
         (_TrainingEpochLoop, "run", "self.advance(data_fetcher)"),
+        (_TrainingEpochLoop, "update_lr_schedulers", 'if interval == "step" and self._should_accumulate():'),
         (_DataFetcher, "__next__", "self.done = self.fetched >= self.length"),
         (_EvaluationLoop, "setup_data", "self._combined_loader is not None and trainer_fn == TrainerFn.FITTING"),
     ],
@@ -99,7 +100,8 @@ class Half(pl.LightningModule):
     def on_after_backward(self) -> None:
         """Commit at the end of each backward that steps."""
         step = self.trainer.global_step
-        if (self.trainer.fit_loop.epoch_loop.batch_progress.current.ready) % self.trainer.accumulate_grad_batches == 0:
+        ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if ready % self.trainer.accumulate_grad_batches == 0 or self.trainer.is_last_batch:
             self.members = (0,) if step >= self.dies_in else (0, 1)
             self.data.on_commit(self.members)  # type: ignore[arg-type]
 
@@ -111,9 +113,11 @@ class Half(pl.LightningModule):
         """Note when."""
         self.validated.append(len(self.seen))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return any."""
-        return torch.optim.SGD(self.parameters(), lr=1e-9)
+    def configure_optimizers(self) -> Any:
+        """Return any, and a schedule that counts its steps."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-9)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def fit(self, num_workers: int = 0) -> None:
         """Train; batches of two, so six for each of two ranks."""
@@ -158,6 +162,21 @@ def test_what_was_accumulated_counts_with_its_step() -> None:
     half.fit()
     drawn = [number for batch in half.seen for number in batch]
     assert sorted(drawn) == sorted(set(range(24)) - others(3)), half.seen
+
+
+def test_a_step_that_was_the_epochs_last_counts_as_one() -> None:
+    """It is done within a window of accumulation; what Lightning does after a step it does all the same."""
+    half = Half(1, accumulate_grad_batches=4)
+    half.fit()
+    drawn = [number for batch in half.seen for number in batch]
+    assert sorted(drawn) == sorted(set(range(24)) - others(4)), half.seen
+    assert half.last[5] is False, "the other died in what was the last batch"
+    (config,) = half.trainer.lr_scheduler_configs
+    assert (
+        config.scheduler.last_epoch
+        == half.trainer.global_step
+        == half.trainer.fit_loop.epoch_loop._batches_that_stepped
+    )
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(4, 4), (7, 7), (0.5, 5)])
