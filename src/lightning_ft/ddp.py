@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ft.comm.compiling import report_compilations
 from lightning_ft.comm.operations import Broadcast
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+from lightning_ft.comm.works import DoneWork, completed
 from lightning_ft.errors import LaunchError, ProtocolViolationError
 from lightning_ft.faultpoints import reach
 from lightning_ft.reduction import CommHook, Commit, GradientReduction, Layout, Part, load_gradients
@@ -97,24 +98,10 @@ class _ReducerGroup(_GroupBase):  # type: ignore[misc]
         else:
             self._world.broadcast_any_root(tensors).wait()
         self.agreed.append(tensors[0].clone())
-        return _PartWork(tensors[0])
+        return DoneWork(tensors[:1])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         return self._world.allgather(outputs, inputs, opts)
-
-
-class _PartWork(dist.Work):
-    """What DDP waits for: nothing, since the step is finished when it asks."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self._tensor = tensor
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return _completed([self._tensor])
 
 
 class FaultTolerantDDP(DistributedDataParallel):
@@ -251,9 +238,9 @@ class FaultTolerantDDP(DistributedDataParallel):
     def _on_bucket(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """What DDP calls instead of the group's all-reduce if there is a communication hook."""
         self._take(bucket.buffer(), bucket)
-        return _completed(bucket.buffer())
+        return completed(bucket.buffer())
 
-    def _take(self, tensor: Tensor, bucket: dist.GradBucket | None = None) -> _PartWork:
+    def _take(self, tensor: Tensor, bucket: dist.GradBucket | None = None) -> dist.Work:
         """Take in what DDP reduces: a bucket, or its map of used parameters. Called under the reducer's lock."""
         reach("bucket.ready")
         is_map = tensor.dtype is torch.int32
@@ -270,7 +257,7 @@ class FaultTolerantDDP(DistributedDataParallel):
             if reduction.num_gradients == self._num_gradients:
                 self._finish_at_the_end(reduction)
         reach("bucket.started")
-        return _PartWork(tensor)
+        return DoneWork([tensor])  # DDP waits for nothing: the step is finished when it asks
 
     def _finish_at_the_end(self, reduction: GradientReduction) -> None:
         """Finish the reduction when backward has ended, but before DDP takes the result."""
@@ -393,12 +380,6 @@ def _check_supported(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None
                 f"FaultTolerantDDP doesn't support sparse gradients, but {name or 'the module'} is an "
                 f"{type(part).__name__} with sparse=True. Set sparse=False."
             )
-
-
-def _completed(value: Any) -> torch.futures.Future[Any]:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(value)
-    return future
 
 
 def ft_ddp(module: torch.nn.Module, **kwargs: Any) -> FaultTolerantDDP:

@@ -69,6 +69,14 @@ def prepare(trainer: Trainer, broadcast: Callable[[Any], Any]) -> None:
             shadow.stand_by()
 
 
+def forget(trainer: Trainer) -> None:
+    """Forget what a process has logged before it joined: others have written that."""
+    for logger in trainer.loggers:
+        shadow = _shadow_of(logger)
+        if shadow is not None:
+            shadow.forget()
+
+
 def promote(trainer: Trainer, *, has_progress: bool = True) -> None:
     """Let this process, the new rank 0, write the logs and show the progress bar. A second call changes nothing.
 
@@ -121,6 +129,10 @@ class _Shadow(abc.ABC):
         self._hyperparams.append(functools.partial(self._log_hyperparams, *args, **kwargs))
         if not (self._is_standing_by and _is_rank_zero()):
             self._log_hyperparams(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Begin anew, but for the hyperparameters."""
+        self._calls.clear()
 
     def stand_by(self) -> None:
         """On a rank that writes nothing: keep Lightning from opening the log when the rank changes, until `promote`."""

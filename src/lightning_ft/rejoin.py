@@ -26,6 +26,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_ft.comm.transfer import State
 from lightning_ft.elastic import parameters_and_rest, random_state, set_random_state
@@ -46,8 +47,11 @@ def check_able(trainer: Trainer) -> None:
     """Refuse a fit that can't be joined in its middle; the ranks that are in it don't notice.
 
     Raises:
-        LaunchError: It has a callback, or a validation by time, that a rank can't take over.
+        LaunchError: It has a callback, or a validation by time, that a rank can't take over. Or it is no fit, but what
+            writes results.
     """
+    if trainer.state.fn in {TrainerFn.TESTING, TrainerFn.PREDICTING}:
+        raise LaunchError("joining the job failed: a rank can't come back to a test or prediction. Set respawn=False.")
     known: Any = trainer  # Lightning sets what follows from outside
     unable = next((type(callback).__name__ for callback in known.callbacks if isinstance(callback, _UNABLE)), None)
     if known._val_check_time_interval is not None:
@@ -102,9 +106,10 @@ def begin_epoch(trainer: Trainer, state: State) -> None:
     _go_on(fit)
     if trainer.current_epoch == begun:
         return
+    last_reload = state.own["last_reload"]
     known: Any = trainer
-    if known.reload_dataloaders_every_n_epochs:
-        _load_data_anew(fit)
+    if known.reload_dataloaders_every_n_epochs and last_reload != fit._last_train_dl_reload_epoch:
+        _load_data_anew(fit, last_reload)
     assert fit._combined_loader is not None
     for loader in fit._combined_loader.flattened:
         _set_sampler_epoch(loader, trainer.current_epoch)
@@ -112,12 +117,15 @@ def begin_epoch(trainer: Trainer, state: State) -> None:
     call._call_lightning_module_hook(trainer, "on_train_epoch_start")
 
 
-def _load_data_anew(fit: _FitLoop) -> None:
-    """Ask for the loader again, and have the fetcher that the epoch's loop holds draw from it."""
+def _load_data_anew(fit: _FitLoop, epoch: int) -> None:
+    """Ask for the loader as in this epoch, and have the fetcher that the epoch's loop holds draw from it."""
     fetcher: Any = fit._data_fetcher
     fetcher.teardown()
     fit._combined_loader = None
+    progress: Any = fit.epoch_progress.current
+    progress.processed, present = epoch, progress.processed
     fit.setup_data()
+    progress.processed = present
     made: Any = fit._data_fetcher
     made.teardown()
     fetcher.setup(fit._combined_loader)

@@ -12,6 +12,7 @@ import pathlib
 import pickle
 import signal
 import struct
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -151,6 +152,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._is_promoted = False
         self._is_stopping = False
         self._own_stop_signal: signal.Signals | None = None
+        self._leaves_after_s = 0.0
         self._evaluated_by: tuple[str, ...] = ()
         self._num_sanity_val_steps: float = 0
 
@@ -248,7 +250,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         promotion.prepare(trainer, self.broadcast)
         self._tell_log_directory(trainer)
         if self._is_outside:
-            rejoin.check_able(trainer)
+            rejoin.check_able(trainer)  # before it does again what others do
             self._num_sanity_val_steps = trainer.num_sanity_val_steps
             trainer.num_sanity_val_steps = 0
         if trainer.state.fn == TrainerFn.FITTING:
@@ -345,7 +347,10 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         return output
 
     def _on_commit(self, commit: StepCommit) -> None:
-        self._is_stopping |= commit.stop_requests > 0 or commit.leave_requests >= len(commit.contributors)
+        num_staying = len(commit.contributors) - commit.leave_requests
+        self._is_stopping |= commit.stop_requests > 0 or num_staying < max(1, self.settings.min_world_size)
+        if isinstance(self.model, FaultTolerantDDP) and self.model.num_leave_requests == 1:
+            self._leaves_after_s = time.monotonic() + self.settings.heartbeat_interval
         if self._epoch_data is not None:
             self._epoch_data.on_commit(commit.contributors)
 
@@ -402,10 +407,12 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             raise ValueError("the data can't be dealt anew in the middle of an epoch")
         deal.sampler.load_state_dict(rejoin.restore(self._trainer, of_trainer))
         self._resize.told = told
+        promotion.forget(self._trainer)
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         """Called in the signal handler: in a fit, only note it."""
-        if isinstance(self.model, FaultTolerantDDP) and not self._is_outside:
+        is_member = self.group is None or self.group.ring.was_admitted
+        if isinstance(self.model, FaultTolerantDDP) and is_member:
             self.model.is_leave_requested |= number == signal.SIGTERM
             self.model.is_stop_requested |= number == signal.SIGINT
             self._own_stop_signal = self._own_stop_signal or number
@@ -415,12 +422,13 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             raise SystemExit(128 + number)
 
     def _stop_reason(self) -> signal.Signals | None:
-        """Which signal to end with: once all ranks know that they stop, or this one has been asked to leave.
+        """Which signal to end with: once all ranks know that they stop, or this one was asked to leave, alone.
 
-        If all are asked, they may hear of it at different steps, but hardly two steps apart.
+        If all are asked they don't hear of it at the same step, so that one waits for another, and for a moment.
         """
         if not self._is_stopping:
-            if not isinstance(self.model, FaultTolerantDDP) or self.model.num_leave_requests < 2:
+            is_asked = isinstance(self.model, FaultTolerantDDP) and self.model.num_leave_requests > 1
+            if not is_asked or time.monotonic() < self._leaves_after_s:
                 return None
             self._depart()
         reason, self._own_stop_signal, self._is_stopping = self._own_stop_signal, None, False
@@ -429,6 +437,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def _depart(self) -> None:
         assert self.group is not None
         progress("leaving the job")
+        self._is_promoted = False
         self.group.ring.depart()
         self.set_world_ranks()
 

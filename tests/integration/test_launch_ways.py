@@ -14,6 +14,8 @@ import torch
 from tests.integration import jobs
 from tests.integration.test_lightning import check_data, log_rows
 
+ALL = ("0/0", "0/1", "0/2")
+
 CONFIG = """
 trainer:
   accelerator: cpu
@@ -113,11 +115,24 @@ def test_a_signal_stops_all_ranks_at_the_same_batch(tmp_path: pathlib.Path, numb
         assert last[0]["hash"] == last[1]["hash"]
 
 
+def test_too_few_would_be_left_so_all_stop(tmp_path: pathlib.Path) -> None:
+    """Two of three can't leave a job that needs two."""
+    settings = {"LIGHTNING_FT_HEARTBEAT_INTERVAL": "0.1", "LIGHTNING_FT_MIN_WORLD_SIZE": "2"}
+    with jobs.running_script(tmp_path, ["lightning_fit.py", "--devices", "3", "--epochs", "1000"], settings) as job:
+        job.wait_until(lambda: len(job.records("0/1")) > 40)
+        job.kill("0/0", signal.SIGTERM)
+        job.kill("0/2", signal.SIGTERM)
+        assert job.finish() == 0, job.output()
+        last = [[line["step"] for line in job.records(member) if line["event"] == "batch"][-1] for member in ALL]
+        assert len(set(last)) == 1, job.output()
+
+
 @pytest.mark.parametrize("member", ["0/0", "0/2"])
 def test_whoever_gets_sigterm_alone_leaves_the_others(tmp_path: pathlib.Path, member: str) -> None:
     """Between two batches, with no sample lost; it is not started again, and writes no more."""
-    program = ["lightning_fit.py", "--devices", "3", "--epochs", "3", "--case", "batchnorm", "--test"]
-    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_RESPAWN": "1"}) as job:
+    program = ["lightning_fit.py", "--devices", "3", "--epochs", "12", "--case", "batchnorm", "--test"]
+    settings = {"LIGHTNING_FT_RESPAWN": "1", "LIGHTNING_FT_HEARTBEAT_INTERVAL": "0.1"}
+    with jobs.running_script(tmp_path, program, settings) as job:
         job.wait_until(lambda: len(job.records(member)) > 40)
         job.kill(member, signal.SIGTERM)
         assert job.finish() == 0, job.output()
@@ -128,8 +143,8 @@ def test_whoever_gets_sigterm_alone_leaves_the_others(tmp_path: pathlib.Path, me
         exits = [event["status"] for event in events if event["event"] == "member_exited"]
         assert exits == [0, 0, 0], job.output()
         assert job.records(member)[-1]["event"] == "batch"
-        others = [other for other in ("0/0", "0/1", "0/2") if other != member]
+        others = [other for other in ALL if other != member]
         assert all(job.records(other)[-1]["event"] == "end" for other in others), job.output()
-        check_data(job, 3, 3)
+        check_data(job, 3, 12)
         steps = [line["step"] for line in job.records(others[0]) if line["event"] == "batch"]
         assert [int(row["step"]) for row in log_rows(job, "batchnorm") if row["loss"]] == list(range(len(steps)))

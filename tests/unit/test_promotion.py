@@ -670,6 +670,26 @@ def test_prepare_makes_the_ranks_agree_on_the_versions(tmp_path: pathlib.Path) -
     assert [logger.log_dir for logger in one] == [logger.log_dir for logger in zero]
 
 
+def test_what_was_logged_before_a_join_is_forgotten(tmp_path: pathlib.Path) -> None:
+    """The others have logged what that process repeated, with other values."""
+    zero, one = CSVLogger(tmp_path, version=0), CSVLogger(tmp_path, version=0)
+    promotion.prepare(trainer_with(zero), lambda versions: versions)
+    log(zero, CALLS)
+    zero.save()
+    with as_rank(1):
+        trainer = trainer_with(one)
+        promotion.prepare(trainer, lambda versions: versions)
+        one.log_metrics({"phantom": 1.0}, step=0)
+        promotion.forget(trainer)
+    promotion.promote(trainer)
+    log(one, MORE_CALLS)
+    one.save()
+    with pathlib.Path(one.experiment.metrics_file_path).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(CALLS) + len(MORE_CALLS)
+    assert "phantom" not in rows[0]
+
+
 def test_rank_0_itself_logs_as_ever(tmp_path: pathlib.Path) -> None:
     """The shadow of rank 0 changes nothing, and promoting it neither."""
     logger = csv_logger(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
 import shutil
@@ -15,11 +16,13 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_ft import lightning_internals, rejoin
 from lightning_ft.comm.transfer import State
+from lightning_ft.errors import LaunchError
 
 pytestmark = pytest.mark.filterwarnings("default")  # what Lightning warns of, of itself and of the test
 
@@ -52,6 +55,17 @@ def test_checkpoints_have_what_is_taken_over() -> None:
     assert set(rejoin._OF_CHECKPOINTS) <= set(vars(callback))
 
 
+@pytest.mark.parametrize("function", [TrainerFn.TESTING, TrainerFn.PREDICTING, TrainerFn.VALIDATING])
+def test_nobody_comes_back_to_what_writes_results(function: TrainerFn) -> None:
+    """A copy of a rank would write that rank's results, too; a validation may come before a fit."""
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    trainer.state.fn = function
+    with (
+        contextlib.nullcontext() if function == TrainerFn.VALIDATING else pytest.raises(LaunchError, match="come back")
+    ):
+        rejoin.check_able(trainer)
+
+
 class Net(pl.LightningModule):
     """Dropout, a scheduler, what an epoch's start sets, and a batch that depends on where the fit stands."""
 
@@ -74,7 +88,8 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Draw by epoch and batch, so that the loader does not matter."""
-        assert float(batch[0]) == self.current_epoch
+        every = self.trainer.reload_dataloaders_every_n_epochs
+        assert float(batch[0]) == self.current_epoch // every * every
         self.seen.append((self.current_epoch, batch_idx, self.global_step))
         x = torch.full((2, 4), float(self.current_epoch + batch_idx)).sin()
         loss = self.factor * self.net(x).pow(2).mean()
@@ -116,7 +131,7 @@ class ManualNet(Net):
         return loss
 
 
-def fit(tmp_path: Any, before: Any, seed: int, kind: type[Net]) -> tuple[pl.Trainer, Net]:
+def fit(tmp_path: Any, before: Any, seed: int, kind: type[Net], reload_every: int) -> tuple[pl.Trainer, Net]:
     """Train three epochs of six batches; `before` is called before each batch."""
     torch.manual_seed(seed)
     module = kind()
@@ -129,7 +144,7 @@ def fit(tmp_path: Any, before: Any, seed: int, kind: type[Net]) -> tuple[pl.Trai
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        reload_dataloaders_every_n_epochs=1,
+        reload_dataloaders_every_n_epochs=reload_every,
         callbacks=[
             ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=3, save_last=True),
             EarlyStopping("val_loss", patience=99),
@@ -140,9 +155,11 @@ def fit(tmp_path: Any, before: Any, seed: int, kind: type[Net]) -> tuple[pl.Trai
     return trainer, module
 
 
-@pytest.mark.parametrize("kind", [Net, ManualNet])
+@pytest.mark.parametrize(("kind", "reload_every"), [(Net, 1), (ManualNet, 2)])
 @pytest.mark.parametrize(("epoch", "batch"), [(0, 2), (1, 0), (1, 3), (2, 5)])
-def test_a_fit_goes_on_where_another_is(tmp_path: Any, epoch: int, batch: int, kind: type[Net]) -> None:
+def test_a_fit_goes_on_where_another_is(
+    tmp_path: Any, epoch: int, batch: int, kind: type[Net], reload_every: int
+) -> None:
     """With weights, optimizer, scheduler, generators, counters and callbacks; in an epoch's middle or at its start."""
     kept: list[bytes] = []
 
@@ -153,7 +170,7 @@ def test_a_fit_goes_on_where_another_is(tmp_path: Any, epoch: int, batch: int, k
             torch.save(tuple(rejoin.dump(trainer, {"of": "the sampler"})), buffer)
             kept.append(buffer.getvalue())
 
-    expected_trainer, expected = fit(tmp_path / "first", keep, 1, kind)
+    expected_trainer, expected = fit(tmp_path / "first", keep, 1, kind, reload_every)
     (state,) = kept
     shutil.rmtree(tmp_path / "first")  # or the same checkpoints would get other names
     has_joined = []
@@ -170,7 +187,7 @@ def test_a_fit_goes_on_where_another_is(tmp_path: Any, epoch: int, batch: int, k
             fetcher.fetched = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             has_joined.append(True)
 
-    trainer, module = fit(tmp_path / "second", join, 2, kind)
+    trainer, module = fit(tmp_path / "second", join, 2, kind, reload_every)
     assert module.seen == [seen for seen in expected.seen if seen[:2] >= (epoch, batch)]
     for parameter, other in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(parameter, other)

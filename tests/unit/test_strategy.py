@@ -48,11 +48,14 @@ def test_a_signal_between_two_runs_counts_in_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stops", "leaves", "is_stopping"), [(0, 0, False), (1, 0, True), (0, 1, False), (0, 2, False), (0, 3, True)]
+    ("stops", "leaves", "least", "is_stopping"),
+    [(0, 0, 3, False), (1, 0, 1, True), (0, 1, 1, False), (0, 2, 1, False), (0, 2, 2, True), (0, 3, 1, True)],
 )
-def test_all_stop_if_one_asks_them_to_or_all_are_asked_to_leave(stops: int, leaves: int, is_stopping: bool) -> None:
+def test_all_stop_if_one_asks_them_to_or_too_few_would_stay(
+    stops: int, leaves: int, least: int, is_stopping: bool
+) -> None:
     """Of three; those that a scheduler wants to leave, leave."""
-    strategy = FaultTolerantDDPStrategy()
+    strategy = FaultTolerantDDPStrategy(min_world_size=least)
     strategy._on_commit(StepCommit(7, ("0/0", "0/1", "0/2"), stops, leaves))
     assert (strategy._stop_reason() is not None) == is_stopping
 

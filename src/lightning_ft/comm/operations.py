@@ -165,6 +165,11 @@ def gather_now(place: Place, tensor: Tensor) -> Tensor:
     return rows
 
 
+def gather_into(slots: Sequence[Tensor], tensor: Tensor, place: Place) -> None:
+    """As `gather_now`, into one tensor per member."""
+    _load(slots, list(gather_now(place, tensor)))
+
+
 def _load(targets: Sequence[Tensor], payload: Sequence[Tensor]) -> None:
     _check_sizes([target.nbytes for target in targets], payload)
     for target, source in zip(targets, payload, strict=True):
@@ -274,12 +279,20 @@ class Gather(Operation):
 
     Attributes:
         deliver: As given.
+
+    Raises:
+        ValueError: A slot is of another size than the contribution.
     """
 
     name = "all_gather"
 
     def __init__(self, slots: Sequence[Tensor], tensor: Tensor, deliver: Callable[[], object] | None = None) -> None:
         super().__init__()
+        wrong = next((slot for slot in slots if slot.nbytes != tensor.nbytes), None)
+        if wrong is not None:
+            raise ValueError(
+                f"all_gather failed: expected slots of {tensor.nbytes} bytes as the tensor's, got one of {wrong.nbytes}"
+            )
         self._slots = [slot.detach() for slot in slots]
         self._tensor = tensor.detach()
         self.deliver = deliver

@@ -16,10 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ft.comm.operations import Broadcast, BroadcastBytes, Gather, GatherBytes, Operation, Reduce
+from lightning_ft.comm.operations import (
+    Broadcast,
+    BroadcastBytes,
+    Gather,
+    GatherBytes,
+    Operation,
+    Place,
+    Reduce,
+    gather_into,
+)
 from lightning_ft.comm.ring import Ring
 from lightning_ft.comm.sequence import CollectiveSequence
-from lightning_ft.comm.works import PendingWork, PointToPointWork
+from lightning_ft.comm.works import DoneWork, PendingWork, PointToPointWork
 from lightning_ft.errors import MembershipChangedError
 
 _Base: Any = dist.ProcessGroup  # torch's stubs know neither Python subclasses nor their methods' plain signatures
@@ -112,16 +121,16 @@ class FaultTolerantProcessGroup(_Base):  # type: ignore[misc]
         self.ring.submit(self.sequence, operation)
         return PendingWork(self.ring, self.sequence, operation, result)
 
-    def _inner(self) -> Any:
+    def _place(self) -> Place:
         if self.sequence.place is None:
             raise RuntimeError("the view is broken")
-        return self.sequence.place.group
+        return self.sequence.place
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce in place on all members; AVG is supported."""
         opts = _options(opts, dist.AllreduceOptions)
         if self._is_direct:
-            return self._inner().allreduce(tensors, opts)  # type: ignore[no-any-return]
+            return self._place().group.allreduce(tensors, opts)  # type: ignore[no-any-return]
         return self._submit(Reduce(_each(tensors), opts.reduceOp), tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -142,13 +151,14 @@ class FaultTolerantProcessGroup(_Base):  # type: ignore[misc]
         """Copy the root's tensors to all members."""
         opts = _options(opts, dist.BroadcastOptions)
         if self._is_direct:
-            return self._inner().broadcast(tensors, opts)  # type: ignore[no-any-return]
+            return self._place().group.broadcast(tensors, opts)  # type: ignore[no-any-return]
         return self._submit(Broadcast(_each(tensors), _root(opts, self.size())), tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Give every member every member's tensor, one slot per rank."""
         if self._is_direct:
-            return self._inner().allgather(outputs, inputs)  # type: ignore[no-any-return]
+            gather_into(outputs[0], _one(inputs), self._place())
+            return DoneWork(outputs)
         slots = self._slots(outputs[0], "all_gather")
         return self._submit(Gather(slots, _one(inputs).contiguous()), outputs)
 

@@ -155,6 +155,11 @@ class Ring:
             self._recovery = None
 
     @property
+    def was_admitted(self) -> bool:
+        """Whether this process has been in a view."""
+        return self._view is not None
+
+    @property
     def is_join_pending(self) -> bool:
         """Whether somebody waits to join."""
         return self._client.is_join_pending

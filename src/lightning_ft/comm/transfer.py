@@ -102,9 +102,14 @@ class StateTransfer:
 
 @contextlib.contextmanager
 def _own_errors(place: Place) -> Iterator[None]:
-    """Whatever a joiner can't do with the state is its own error: it is not the ring that broke."""
+    """Whatever a joiner can't do with the state is its own error: it is not the ring that broke.
+
+    That of a disk or network may pass, so that another process of this member may join.
+    """
     try:
         yield
+    except OSError:
+        raise
     except Exception as error:
         raise LaunchError(
             f"joining the job failed: its state does not fit this process: {error}. Do all start the same script with "

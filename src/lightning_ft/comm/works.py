@@ -42,13 +42,38 @@ class PendingWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a completed future; waits first, since nothing runs behind the caller's back."""
         self.wait()
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._result)
-        return future
+        return completed(self._result)
 
     def result(self) -> Any:
         """Return the output tensors."""
         return self._result
+
+
+class DoneWork(dist.Work):
+    """What is finished already."""
+
+    def __init__(self, result: object) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a completed future."""
+        return completed(self._result)
+
+
+def completed(value: object) -> torch.futures.Future[Any]:
+    """Return a future that has its value."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
 
 
 class PointToPointWork(dist.Work):

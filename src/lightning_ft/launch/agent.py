@@ -281,7 +281,7 @@ class Agent:
 
     def _may_restart(self, child: _Child) -> bool:
         assert self._client is not None
-        if child.process.returncode == child_module.CANNOT_JOIN_STATUS:
+        if child.incarnation > 1 and child.process.returncode == child_module.CANNOT_JOIN_STATUS:
             logger.warning("[%s] stays away: it can't join, for the reason that it has told", child.member)
             return False
         is_wanted = self._settings.respawn and child.incarnation <= self._settings.max_restarts

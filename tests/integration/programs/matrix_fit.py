@@ -230,6 +230,7 @@ class Saboteur:
         self.in_workers = [hit for hit in mine if hit.fault.startswith("worker_")]
         self.in_recovery = [hit for hit in mine if hit.moment.startswith("recover.")]
         rest = [hit for hit in mine if hit not in (*self.in_workers, *self.in_recovery)]
+        self.is_leaving = False
         self.in_callbacks = {hit.moment: hit for hit in rest if hit.fault == "callback_exception"}
         self.in_model = {hit.moment: hit for hit in rest if hit.fault != "callback_exception"}
 
@@ -242,6 +243,7 @@ class Saboteur:
     def strike(self, hit: Hit) -> None:
         """Say what is about to happen, and do it."""
         self.write(event="fault", fault=hit.fault, moment=hit.moment)
+        self.is_leaving |= hit.fault == "terminate"
         FAULTS[hit.fault](hit)
 
     def arm(self) -> None:
@@ -310,6 +312,8 @@ class Model(L.LightningModule):
         self.saboteur.write(event="training_step", step=self.global_step, batch=batch_idx)
         for moment in moments_of_batch(self.trainer, batch_idx):
             self._reach(moment)
+        if self.saboteur.is_leaving:
+            time.sleep(0.1)  # it leaves after a while, which the run must last
         hidden = self.net[:2](batch[:, :8])
         if batch_idx == 0 and self.current_epoch == 0:
             hidden.register_hook(lambda _: self._reach("first_backward"))  # the last layer's gradients are there

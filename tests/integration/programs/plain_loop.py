@@ -1,6 +1,6 @@
 """A hand-written PyTorch loop on backend `ft` that writes down everything a checker needs.
 
-    plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static|checkpoint] [--hook fp16|bf16|powersgd]
+    plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static|checkpoint] [--hook fp16|bf16|gather|powersgd]
                   [--optimizer sgd|adamw] [--accumulate N] [--sync-every N] [--bucket-view] [--slow MEMBER]
                   [--stillborn MEMBER] [--full] [--double]
 
@@ -128,12 +128,21 @@ def holders(kept: object, depth: int) -> list[str]:
     return told or ["nothing that the collector knows"]
 
 
+def gather_and_average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average as a hook that compresses does, by everybody's own."""
+    slots = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size())]
+    work = dist.all_gather(slots, bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: torch.stack(done.value()[0]).mean(0))
+
+
 def register_hook(model: lightning_ft.FaultTolerantDDP, name: str) -> None:
     """Give a model the communication hook of that name, if there is one."""
     if name in ("fp16", "bf16"):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         model.register_comm_hook(None, getattr(default_hooks, f"{name}_compress_hook"))
+    elif name == "gather":
+        model.register_comm_hook(None, gather_and_average)
     elif name == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
