@@ -25,6 +25,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from lightning_ft.comm.backend import progress
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+from lightning_ft.data.batches import LevelBatchSampler
 from lightning_ft.data.sampler import ElasticDistributedSampler
 
 _stock_sampler = data_connector._get_distributed_sampler
@@ -55,15 +56,14 @@ class _Deal(NamedTuple):
     """What draws the batches of a fit whose data can be dealt anew in the middle of an epoch."""
 
     sampler: ElasticDistributedSampler
-    batch_size: int
-    drops_last: bool
+    batches: LevelBatchSampler
     has_workers: bool
 
     @property
     def num_left(self) -> int:
         """Batches that are left of this rank's share."""
-        batches = self.sampler.num_left / self.batch_size
-        return math.floor(batches) if self.drops_last else math.ceil(batches)
+        batches = self.sampler.num_left / self.batches.batch_size
+        return math.floor(batches) if self.batches.drop_last else math.ceil(batches)
 
 
 class EpochData:
@@ -108,9 +108,11 @@ class EpochData:
             return None
         (loader,) = combined.flattened
         sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-        if not isinstance(sampler, ElasticDistributedSampler) or type(batches) is not BatchSampler:
+        if type(batches) is BatchSampler and isinstance(sampler, ElasticDistributedSampler):
+            batches.__class__ = LevelBatchSampler  # a loader takes no other one
+        if type(batches) is not LevelBatchSampler:
             return None
-        return _Deal(sampler, batches.batch_size, batches.drop_last, loader.num_workers > 0)
+        return _Deal(batches.sampler, batches, loader.num_workers > 0)
 
     @property
     def is_at_boundary(self) -> bool:
@@ -120,7 +122,7 @@ class EpochData:
             return False
         world = dist.get_world_size()
         num_expected = max(world, self._trainer.num_devices * self._trainer.num_nodes)
-        return deal.sampler.num_left * world >= deal.batch_size * num_expected
+        return deal.sampler.num_left * world >= deal.batches.batch_size * num_expected
 
     def before_batch(self) -> None:
         """Draw from the present deal. Called on all ranks at the same batch."""
@@ -163,8 +165,7 @@ class EpochData:
         deal = self.deal
         if deal is None or self._is_counted:
             return
-        count = min((self._num_open + 1) * deal.batch_size, deal.sampler.num_left)
-        deal.sampler.record_batch(count, contributors)
+        deal.sampler.record_batch(deal.batches.num_samples(self._num_open + 1), contributors)
         self._num_open, self._is_counted = 0, True
         if deal.sampler.redeal():  # now, not with the next batch: this one may have been the last
             self._measure(deal)

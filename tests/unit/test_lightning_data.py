@@ -119,9 +119,9 @@ class Half(pl.LightningModule):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def fit(self, num_workers: int = 0) -> None:
+    def fit(self, num_workers: int = 0, batch_size: int = 2) -> None:
         """Train; batches of two, so six for each of two ranks."""
-        loader = DataLoader(Numbers(), 2, sampler=self.sampler, num_workers=num_workers)
+        loader = DataLoader(Numbers(), batch_size, sampler=self.sampler, num_workers=num_workers)
         self.trainer.fit(self, loader, DataLoader(Numbers(), 24))
 
 
@@ -154,6 +154,18 @@ def test_without_a_failure_nothing_is_drawn_anew() -> None:
     half.fit()
     assert half.seen == 2 * [[4 * index, 4 * index + 2] for index in range(6)]
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("dies_in", "expected"), [(99, [7, 5]), (0, [7, 7, 5, 5]), (1, [7, 5, 5])])
+def test_what_is_left_ends_in_no_tiny_batch(dies_in: int, expected: list[int], num_workers: int) -> None:
+    """The last two batches of what was dealt anew are equally large, and counted as they are."""
+    half = Half(dies_in)
+    half.fit(num_workers, batch_size=7)
+    assert [len(batch) for batch in half.seen] == expected
+    left = set(range(24)) - {index for batch in half.seen for index in batch}
+    assert left == {1 + 2 * index for index in range(sum(expected[: min(dies_in, 2)]))}
+    assert half.last[-1]
 
 
 def test_what_was_accumulated_counts_with_its_step() -> None:

@@ -66,6 +66,7 @@ class Cursor:
         holes: For each rank, the positions that it took without contributing. No position is twice in `rest` and
             `holes` together.
         taken: How many samples each member has taken in this epoch, in all deals, holes and padding included.
+        is_first_deal: Whether shares are still those that `DistributedSampler` would give these members.
     """
 
     length: int
@@ -74,6 +75,7 @@ class Cursor:
     rest: Ranges
     holes: tuple[Ranges, ...]
     taken: int = 0
+    is_first_deal: bool = True
 
     def __post_init__(self) -> None:
         assert self.members, "a deal is for somebody"
@@ -172,7 +174,7 @@ class Cursor:
                     own if member in present else _joined((*own, *_every(taken, rank, num_members)))
                     for rank, (member, own) in enumerate(zip(self.members, self.holes, strict=True))
                 )
-        return Cursor(self.length, self.members, self.drop_last, rest, holes, self.taken + count)
+        return dataclasses.replace(self, rest=rest, holes=holes, taken=self.taken + count)
 
     def redeal(self, members: Iterable[Member]) -> Cursor:
         """Deal what is owed to these members; the cursor itself if it is dealt to them already and has no holes.
@@ -186,7 +188,10 @@ class Cursor:
         dealt = _different(members)
         if dealt == self.members and not any(self.holes):
             return self
-        return dataclasses.replace(self, members=dealt, rest=self.owed, holes=((),) * len(dealt))
+        is_first = self.is_first_deal and not self.taken
+        return dataclasses.replace(
+            self, members=dealt, rest=self.owed, holes=((),) * len(dealt), is_first_deal=is_first
+        )
 
     def _present(self, contributors: Iterable[Member]) -> frozenset[Member]:
         present = frozenset(contributors)
@@ -213,6 +218,7 @@ class Cursor:
             "rest": _dump(self.rest),
             "holes": [_dump(own) for own in self.holes],
             "taken": self.taken,
+            "is_first_deal": self.is_first_deal,
         }
 
     @classmethod
@@ -232,6 +238,7 @@ class Cursor:
                 "rest": _read_ranges,
                 "holes": _read_holes,
                 "taken": read_natural,
+                "is_first_deal": read_flag,
             },
         )
         if len(fields["holes"]) != len(fields["members"]):

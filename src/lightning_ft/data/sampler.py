@@ -151,6 +151,11 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         return self._cursor.num_left
 
     @property
+    def is_first_deal(self) -> bool:
+        """Whether shares are still those of `DistributedSampler`: nobody came or went since the epoch's first step."""
+        return self._cursor.is_first_deal
+
+    @property
     def num_taken(self) -> int:
         """Samples that each member has taken in this epoch, in all deals."""
         return self._cursor.taken
