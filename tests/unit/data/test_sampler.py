@@ -513,7 +513,7 @@ def test_joiner_made_before_the_group_takes_its_id_from_it(world: FaultTolerantP
     """It is rank 0 of 1 until it is admitted."""
     donor = ElasticDistributedSampler(Numbers(100))
     donor.record_batch(4)
-    donor.redeal(("0/0", "1/0"))  # before it came
+    donor.redeal(("0/1", "1/0"))  # before it came
     dist.group.WORLD = None
     joiner = ElasticDistributedSampler(Numbers(100), 1, 0)
     joiner.load_state_dict(donor.state_dict())
