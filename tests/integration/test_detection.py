@@ -9,6 +9,7 @@ import signal
 import time
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -123,6 +124,34 @@ def test_training_does_not_wait_for_the_coordinator(tmp_path: pathlib.Path) -> N
         job.wait_until(lambda: job.records("0/0")[-1]["time"] > first_s + 6.0)
         assert not told(job, "failure_detected")
         assert len(told(job, "view_committed")) == 1
+
+
+def test_a_coordinator_that_is_stopped_for_good_is_replaced(tmp_path: pathlib.Path) -> None:
+    """Its agent kills it; the next one goes on, gives nobody up, and the job outlives a death after that."""
+    program = ["plain_loop.py", "100000", "--width", "16"]
+    with jobs.running(tmp_path, 3, program, {**QUICK, "LIGHTNING_FT_TIMEOUT": "60"}) as job:
+        job.wait_until(lambda: len(job.records("0/0")) > 20)
+        stopped = _coordinator_pid(job)
+        os.kill(stopped, signal.SIGSTOP)
+        job.wait_until(lambda: bool(told(job, "coordinator_restarted")))
+        assert not told(job, "failure_detected")
+        job.kill("0/0")
+        job.wait_until(lambda: bool(told(job, "recovered")))
+        before = len(job.records("0/1"))
+        job.wait_until(lambda: len(job.records("0/1")) > before + 100)
+        assert [line["member"] for line in told(job, "failure_detected")] == ["0/0"], job.output()
+        assert _coordinator_pid(job) != stopped
+
+
+def test_a_job_whose_agent_is_killed_is_not_said_to_have_ended(tmp_path: pathlib.Path) -> None:
+    """Nobody knows how it would have ended: the event log ends without a word."""
+    with jobs.running(tmp_path, 3, ["plain_loop.py", "100000", "--width", "16"], QUICK) as job:
+        job.wait_until(lambda: len(job.records("0/0")) > 20)
+        coordinator = psutil.Process(_coordinator_pid(job))
+        job.process.kill()
+        psutil.wait_procs([coordinator], timeout=30)
+        assert not coordinator.is_running() or coordinator.status() == psutil.STATUS_ZOMBIE
+        assert not told(job, "job_finished"), job.output()
 
 
 @pytest.mark.parametrize("seed", range(NUM_SWEEPS))

@@ -399,7 +399,8 @@ class CoordinatorServer:
             case effects.Refuse():
                 is_new = self._refusals.get(effect.member) != effect.reason
                 self._refusals[effect.member] = effect.reason
-                level = logging.WARNING if is_new else logging.DEBUG
+                is_news = is_new and not isinstance(cause, events.Exited)  # whoever ends may not have been admitted
+                level = logging.WARNING if is_news else logging.DEBUG
                 logger.log(level, "[%s g%d] a message was dropped: %s", effect.member, self.generation, effect.reason)
             case effects.Probe():
                 self._probe(effect)

@@ -22,7 +22,7 @@ from lightning_ft.membership.ids import from_ranges
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until the job is over, or the agent declares it so by closing standard input.
+    """Serve until the job is over, or the agent declares it so by a word on standard input, or is dead.
 
     Settings, `LIGHTNING_FT_TOKEN` and `LIGHTNING_FT_EXPECTED` come from the environment. Signals that are meant for the
     job's processes (a scheduler's SIGTERM to all) are not for this one.
@@ -48,7 +48,14 @@ async def _serve(listener: socket.socket, memory: Memory) -> None:
     event_log = EventLog(settings.event_log)
     expected = from_ranges(os.environ[f"{ENV_PREFIX}EXPECTED"])
     server = CoordinatorServer(settings, expected, os.environ[f"{ENV_PREFIX}TOKEN"], event_log, memory=memory)
-    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), server.end)
+
+    def hear_agent() -> None:
+        if os.read(sys.stdin.fileno(), 1):
+            server.end()
+        else:  # it is dead: nobody knows how the job ends
+            server.ended.set()
+
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), hear_agent)
     await server.start(listener)
     await server.ended.wait()
     asyncio.get_running_loop().remove_reader(sys.stdin.fileno())

@@ -140,6 +140,7 @@ class Agent:
         self._exits: list[events.Exited] = []
         self._coordinator: CoordinatorProcess | None = None
         self._client: AgentClient | None = None
+        self._guard: asyncio.Task[None] | None = None
         self._num_interrupts = 0
         self._early_signals: list[signal.Signals] | None = []
         self._given_up = asyncio.Event()
@@ -174,6 +175,7 @@ class Agent:
                     endpoint, self._token, self._node, self._settings, self._kill, computing=self._computing
                 )
                 self._client.start()
+                self._guard = asyncio.create_task(self._guard_coordinator())
                 try:
                     self._start_children(endpoint, read_fd)
                     self._release_early_signals()
@@ -193,6 +195,12 @@ class Agent:
         self._coordinator = CoordinatorProcess(self._settings.coordinator)
         self._coordinator.start(self._job_environment())
         return self._coordinator.endpoint
+
+    async def _guard_coordinator(self) -> None:
+        assert self._client is not None
+        while self._coordinator is not None:
+            await asyncio.sleep(self._settings.heartbeat_interval)
+            self._coordinator.replace_if_stuck(self._client.silent_s, self._settings.heartbeat_timeout)
 
     def _start_children(self, endpoint: str, read_fd: int) -> None:
         common = self._common_environment(endpoint, read_fd)
@@ -362,6 +370,8 @@ class Agent:
         return own_status if self._client.job_status is None else self._client.job_status
 
     async def _close(self) -> None:
+        if self._guard is not None:
+            self._guard.cancel()
         if self._client is not None:
             await self._client.aclose()
         if self._coordinator is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -36,7 +37,7 @@ _LONGEST_PAUSE_S = 5.0
 
 
 class CoordinatorProcess:
-    """The coordinator of a job, started again on the same port whenever it dies.
+    """The coordinator of a job, started again on the same port whenever it dies or does not answer.
 
     Args:
         endpoint: `host:port` to listen on; None: loopback, any port.
@@ -62,6 +63,7 @@ class CoordinatorProcess:
         self.endpoint = endpoint if endpoint is not None else f"{host}:{self._listener.getsockname()[1]}"
         self._memory = make_files()
         self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
         self._keeper: asyncio.Task[None] | None = None
 
     def start(self, environment: Mapping[str, str]) -> None:
@@ -69,6 +71,19 @@ class CoordinatorProcess:
         self._keeper = asyncio.get_running_loop().create_task(
             self._keep({**os.environ, **environment, "LIGHTNING_FT_MEMBER": "coordinator"})
         )
+
+    def replace_if_stuck(self, silent_s: float, limit_s: float) -> None:
+        """Kill it if it runs, but does not answer: something has stopped it, or it spins.
+
+        Args:
+            silent_s: For how long nothing was heard of it.
+            limit_s: How long that may be.
+        """
+        process, running_s = self._process, time.monotonic() - self._started_s
+        is_running = process is not None and process.returncode is None
+        if process is not None and is_running and min(silent_s, running_s) > max(limit_s, _HEALTHY_LIFE_S):
+            logger.warning("the coordinator (process %d) has not answered for %.0f s", process.pid, silent_s)
+            process.kill()
 
     async def ended(self) -> None:
         """Wait until it has ended for good."""
@@ -81,8 +96,10 @@ class CoordinatorProcess:
         if keeper is not None:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
-        if process is not None and process.stdin is not None:
-            process.stdin.close()
+        if process is not None and process.stdin is not None and not process.stdin.closed:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                process.stdin.write(b"\n")
+                process.stdin.close()
             try:
                 async with asyncio.timeout(patience_s):
                     await end_of(process)
@@ -97,7 +114,7 @@ class CoordinatorProcess:
     async def _keep(self, environment: Mapping[str, str]) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
-            started_s = time.monotonic()
+            self._started_s = time.monotonic()
             try:
                 self._process = self._spawn(environment)
             except OSError as error:  # no memory, or too many processes: it may pass
@@ -108,7 +125,7 @@ class CoordinatorProcess:
                     return  # the job is over
                 logger.warning("the coordinator was %s; starting it again", in_words(status))
             environment = {name: text for name, text in environment.items() if name != "LIGHTNING_FT_FAIL_AT"}
-            is_healthy = time.monotonic() - started_s > _HEALTHY_LIFE_S
+            is_healthy = time.monotonic() - self._started_s > _HEALTHY_LIFE_S
             pause_s = _FIRST_PAUSE_S if is_healthy else min(2 * pause_s, _LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)
 

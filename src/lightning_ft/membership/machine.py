@@ -16,6 +16,7 @@ An event that is illegal or too late changes nothing and yields `Refuse`, follow
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -135,7 +136,7 @@ def _on_leaving(turn: Turn, event: events.Leaving) -> None:
 def _on_heartbeat(turn: Turn, event: events.Heartbeat) -> None:
     joiner = turn.state.joiners.get(event.member)
     if joiner is not None and joiner.incarnation == event.incarnation:
-        heard = Joiner(joiner.member, joiner.incarnation, joiner.address, turn.clock_s)
+        heard = dataclasses.replace(joiner, last_heard_s=turn.clock_s)
         turn.change(joiners=turn.state.joiners.with_item(event.member, heard))
         return
     member = _live_sender(turn, event)
@@ -182,7 +183,7 @@ def _on_ready(turn: Turn, event: events.Ready) -> None:
         _refuse(turn, event, "ready from a member of the first view, which must say hello")
     else:
         is_first = not turn.state.joiners
-        joiner = Joiner(event.member, event.incarnation, event.address, turn.clock_s)
+        joiner = Joiner(event.member, event.incarnation, event.address, turn.clock_s, event.pid)
         turn.change(joiners=turn.state.joiners.with_item(event.member, joiner))
         if is_first:
             announce_joiners(turn)

@@ -112,6 +112,7 @@ class Joiner:
     incarnation: int
     address: Address
     last_heard_s: float
+    pid: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -183,13 +183,14 @@ def commit(turn: Turn, members: tuple[str, ...], reason: str) -> None:
     changed = [_survivor(old_members[member], new.generation, turn.clock_s) for member in survivors]
     changed += [_joined(joiners[member], new.generation) for member in joined]
     changed += [dataclasses.replace(old_members[member], status=Status.RELEASED) for member in leavers]
+    waiting = joiners
     for member in joined:
-        joiners = joiners.without(member)
+        waiting = waiting.without(member)
     turn.change(
         view=new,
         phase=Phase.HEALTHY,
         members=old_members.with_items((record.member, record) for record in changed),
-        joiners=joiners,
+        joiners=waiting,
         tally=Tally(running=len(members)),
         target=max(turn.state.target - num_left, len(members)),
         hang_deadline_s=None,
@@ -202,7 +203,8 @@ def commit(turn: Turn, members: tuple[str, ...], reason: str) -> None:
         _release(turn, old_members[member], f"generation {new.generation} goes on without it")
         turn.record("member_left", member, detail="released")
     for member in joined:
-        turn.record("member_joined", member, incarnation=turn.state.members[member].incarnation)
+        joiner = joiners[member]
+        turn.record("member_joined", member, incarnation=joiner.incarnation, host=joiner.address.host, pid=joiner.pid)
     turn.record("view_committed", members=members, reason=reason)
     announce_joiners(turn)
 
