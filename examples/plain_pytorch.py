@@ -2,8 +2,8 @@
 
     lightning-ft run --nproc-per-node 4 examples/plain_pytorch.py
 
-Kill any of the four processes while it runs: the others finish the step they are in and go on, without it. (For one that
-comes back see `lightning_ft.ElasticState`.)
+Kill any of the four processes while it runs: the others finish the step they are in and go on, without it. (For one
+that comes back see `lightning_ft.ElasticState`.)
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ fields.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import logging
 import os
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
+
+from lightning_ft.config import Settings
 
 logger = logging.getLogger("lightning_ft")
 
@@ -202,6 +205,8 @@ def describe(event: str, fields: dict[str, Any]) -> tuple[int, str]:
     """
     if event == "failed":
         fields = {"exception": exception_of(str(fields.get("exception", "")))}  # the traceback was shown already
+    if event == "job_started":
+        fields = {"members": fields["members"], **_changed(fields["settings"])}
     level, template = _SENTENCES.get(event, (logging.INFO, event.replace("_", " ")))
     if event == "member_exited" and fields.get("status"):
         level = logging.INFO
@@ -214,10 +219,16 @@ def describe(event: str, fields: dict[str, Any]) -> tuple[int, str]:
     return level, f"{sentence} ({rest})" if rest else sentence
 
 
+def _changed(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those that are not the defaults."""
+    defaults = dataclasses.asdict(Settings())
+    return {name: value for name, value in settings.items() if value != defaults.get(name)}
+
+
 _SENTENCES: dict[str, tuple[int, str]] = {
     "job_started": (logging.INFO, "the job starts with {members}"),
     "job_finished": (logging.INFO, "the job ended with status {status}"),
-    "recovered": (logging.INFO, "training goes on in step {step}, {latency_s} s after the failure was noticed"),
+    "recovered": (logging.INFO, "training goes on in step {step}, {latency_s} s after it was suspended"),
     "evaluation_incomplete": (logging.WARNING, "the {stage} covers {coverage} of the data: {missing} died during it"),
     "failed": (logging.WARNING, "the process fails with {exception}"),
     "member_joined": (logging.DEBUG, "joined the job"),

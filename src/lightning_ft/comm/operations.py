@@ -279,9 +279,6 @@ class Gather(Operation):
 
     Attributes:
         deliver: As given.
-
-    Raises:
-        ValueError: A slot is of another size than the contribution.
     """
 
     name = "all_gather"
@@ -289,8 +286,8 @@ class Gather(Operation):
     def __init__(self, slots: Sequence[Tensor], tensor: Tensor, deliver: Callable[[], object] | None = None) -> None:
         super().__init__()
         wrong = next((slot for slot in slots if slot.nbytes != tensor.nbytes), None)
-        if wrong is not None:
-            raise ValueError(
+        if wrong is not None:  # the others may not have made the same mistake: it must be entered all the same
+            self.error = ValueError(
                 f"all_gather failed: expected slots of {tensor.nbytes} bytes as the tensor's, got one of {wrong.nbytes}"
             )
         self._slots = [slot.detach() for slot in slots]
@@ -314,10 +311,11 @@ class Gather(Operation):
 
     @override
     def adopt(self, payload: list[Tensor]) -> None:
-        _load(self._slots, payload)
         self._kept = payload
-        if self.deliver is not None:
-            self.deliver()
+        if self.error is None:
+            _load(self._slots, payload)
+            if self.deliver is not None:
+                self.deliver()
 
     @override
     def echo(self, num_members: int) -> None:

@@ -28,6 +28,7 @@ from lightning_ft.coordinator.probe import wait_until_refused
 from lightning_ft.event_log import DEFAULT_NAME, EventLog, exception_of
 from lightning_ft.faultpoints import reach
 from lightning_ft.membership import effects, events, machine, snapshot, state, wire
+from lightning_ft.membership.ids import in_order
 from lightning_ft.membership.transitions import ALL_LEFT
 
 logger = logging.getLogger("lightning_ft")
@@ -37,6 +38,8 @@ START_TIMEOUT_S = 600.0
 
 _TICKS = 12
 """Deadlines are judged at least so often in a `heartbeat_timeout`: silence is noticed a twelfth of it late at most."""
+
+_WORD_EVERY_S = 30.0
 
 _HOME = 0
 """The node whose agent started the coordinator."""
@@ -79,6 +82,7 @@ class CoordinatorServer:
         start_timeout_s = max(settings.longest_timeout, START_TIMEOUT_S)
         saved = None if memory is None else memory.load()
         self._not_over_before_s = clock()
+        self._next_word_s = clock() + _WORD_EVERY_S
         if memory is not None and saved is not None:
             self._state = snapshot.load(saved["core"], clock(), settings.longest_timeout, start_timeout_s)
             self._ending = Ending((member, incarnation) for member, incarnation in saved["released"])
@@ -249,6 +253,16 @@ class CoordinatorServer:
         for node, late_s in self._nodes.newly_silent(self._state.clock_s(self._clock())).items():
             self.record("node_silent", node=node, late_s=round(late_s, 3))
 
+    def _tell_who_is_awaited(self) -> None:
+        """Say now and then who is missing for the first view; nothing else would be said."""
+        if self.generation or self._state.phase is state.Phase.STOPPED or self._clock() < self._next_word_s:
+            return
+        self._next_word_s = self._clock() + _WORD_EVERY_S
+        known = self._state.members.scan()
+        missing = in_order(member.member for member in known if member.status is state.Status.RUNNING)
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        logger.warning("[job g0] waiting for %s%s", ", ".join(missing[:8]), more)
+
     def _tell_stopped(self, agent: Connection, members: Sequence[tuple[str, int]]) -> None:
         agent.send(wire.JobStopped(self._state.reason, is_failed=self.is_failed, members=tuple(members)))
 
@@ -328,6 +342,7 @@ class CoordinatorServer:
             await asyncio.sleep(self._pause_s)
             self._apply(events.Tick())
             self._report_silent_nodes()
+            self._tell_who_is_awaited()
             self._end_if_over()
 
     @property

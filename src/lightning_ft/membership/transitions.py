@@ -144,8 +144,11 @@ def conclude(turn: Turn) -> None:
 
 
 def _forgive_links(turn: Turn) -> None:
-    """In a view that lost a member nothing else is known: whoever noticed it first has cut its links to all others."""
-    if turn.state.tally.gone:
+    """In a view that lost a member nothing else is known: whoever noticed it first has cut its links to all others.
+
+    So has whoever has come to a boundary before the others.
+    """
+    if turn.state.tally.gone or turn.state.tally.admitting:
         generation = turn.state.generation
         known = turn.state.link_failures
         turn.change(link_failures=tuple(failure for failure in known if failure.generation != generation))

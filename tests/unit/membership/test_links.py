@@ -91,6 +91,17 @@ def test_links_of_those_who_heard_of_a_death_first_are_not_to_blame() -> None:
     assert not job.records("link_failed")
 
 
+@pytest.mark.parametrize("is_joining", [True, False])
+def test_whoever_comes_to_a_boundary_first_cuts_links_that_are_good(is_joining: bool) -> None:
+    """B has learned with the commit that somebody joins, and parks; to A, which is in it still, its link breaks."""
+    job = Job.running(A, B)
+    job.park(A, 5, suspects=(B,))
+    job.park(B, 6, admits=is_joining)
+    assert bool(job.records("link_failed")) != is_joining
+    assert bool(job.state.link_failures) != is_joining
+    assert job.state.view.members == (A, B)
+
+
 def test_suspects_that_nobody_knows_are_ignored() -> None:
     """As is a member that reports itself."""
     job = Job.running(A, B)
