@@ -205,8 +205,9 @@ def describe(event: str, fields: dict[str, Any]) -> tuple[int, str]:
     """
     if event == "failed":
         fields = {"exception": exception_of(str(fields.get("exception", "")))}  # the traceback was shown already
-    if event == "job_started":
-        fields = {"members": fields["members"], **_changed(fields["settings"])}
+    if isinstance(fields.get("settings"), dict):
+        fields = {**fields, **_changed(fields["settings"])}
+        del fields["settings"]
     level, template = _SENTENCES.get(event, (logging.INFO, event.replace("_", " ")))
     if event == "member_exited" and fields.get("status"):
         level = logging.INFO

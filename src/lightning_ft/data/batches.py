@@ -23,7 +23,7 @@ class LevelBatchSampler(BatchSampler):
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
-        if self.drop_last or self.sampler.is_first_deal:
+        if not self._is_level:
             yield from super().__iter__()
             return
         indices, num_left = iter(self.sampler), self.sampler.num_left
@@ -36,12 +36,15 @@ class LevelBatchSampler(BatchSampler):
     def num_samples(self, num_batches: int) -> int:
         """Return how many samples of the share its next batches hold."""
         start = num_left = self.sampler.num_left
-        is_level = not (self.drop_last or self.sampler.is_first_deal)
         for _ in range(num_batches):
-            num_left -= self._size(num_left) if is_level else min(self.batch_size, num_left)
+            num_left -= self._size(num_left)
         return start - num_left
 
+    @property
+    def _is_level(self) -> bool:
+        return not (self.drop_last or self.sampler.is_first_deal)
+
     def _size(self, num_left: int) -> int:
-        if self.batch_size < num_left < 2 * self.batch_size:
+        if self._is_level and self.batch_size < num_left < 2 * self.batch_size:
             return -(-num_left // 2)
         return min(self.batch_size, num_left)

@@ -32,6 +32,9 @@ sys.exit(main(sys.argv[2:]))
 _PACKAGE = str(Path(errors.__file__).parent)
 
 _HEALTHY_LIFE_S = 5.0
+_STARTING_S = 60.0
+"""So long it may take to be heard of at first: where all ranks import torch at once, processors are scarce."""
+
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 5.0
 
@@ -80,8 +83,8 @@ class CoordinatorProcess:
             limit_s: How long that may be.
         """
         process, running_s = self._process, time.monotonic() - self._started_s
-        is_running = process is not None and process.returncode is None
-        if process is not None and is_running and min(silent_s, running_s) > max(limit_s, _HEALTHY_LIFE_S):
+        patience_s = max(limit_s, _HEALTHY_LIFE_S if silent_s < running_s else _STARTING_S)
+        if process is not None and process.returncode is None and min(silent_s, running_s) > patience_s:
             logger.warning("the coordinator (process %d) has not answered for %.0f s", process.pid, silent_s)
             process.kill()
 

@@ -112,3 +112,10 @@ def test_the_exception_of_a_traceback(message: str, expected: str) -> None:
 def test_the_exception_of_nothing() -> None:
     """Who reported nothing has no exception, and that is no error of ours."""
     assert not exception_of("")
+
+
+def test_a_start_names_only_the_settings_that_were_changed() -> None:
+    """The rest is in the event log. A member's report of that name is said as it is."""
+    fields = {"members": ["0/0", "0/1"], "settings": {"respawn": False, "max_restarts": 3}}
+    assert describe("job_started", fields)[1] == "the job starts with 0/0, 0/1 (respawn=False)"
+    assert describe("job_started", {"settings": "mine"})[1] == "job started (settings=mine)"
