@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from lightning_ft import lightning_data, lightning_internals, promotion, rejoin
 from lightning_ft.child import watch_agent
-from lightning_ft.comm.backend import confirm_membership, progress, register_backend
+from lightning_ft.comm.backend import confirm_membership, progress
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.transfer import State
 from lightning_ft.config import Settings
@@ -217,7 +217,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         reset_seed()
         self._process_group_backend = "ft"
         if not dist.is_initialized():
-            register_backend()
             lightning_internals.install_barrier()
             environment = self.cluster_environment
             assert environment is not None
@@ -544,12 +543,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             reach("checkpoint.saved")
             self.barrier("save_checkpoint")
             is_written = self.group.members[0] == writer
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if "ft_ddp" not in strategy_registry:
-            strategy_registry.register("ft_ddp", cls, description=(cls.__doc__ or "").splitlines()[0])
 
 
 def _was_started_again() -> bool:

@@ -36,6 +36,7 @@ LAYERS = (
     "launch",
     "strategy",
     "callbacks",
+    "registration",
     "cli",
     "__init__",
 )
