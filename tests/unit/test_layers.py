@@ -24,6 +24,7 @@ LAYERS = (
     "comm",
     "reduction",
     "ddp",
+    "stopping",
     "elastic",
     "data",
     "checkpoint",
