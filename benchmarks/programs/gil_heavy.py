@@ -21,8 +21,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-if __name__ == "__main__":
-    sys.modules["lightning"] = None  # type: ignore[assignment]  # plain PyTorch must do without it, and starts faster
 import lightning_ft
 
 CPU_S = 1.0

@@ -1,16 +1,15 @@
 """Fault-tolerant data-parallel training: ranks die, the survivors finish the very same step.
 
-Importing it registers the torch.distributed backend `ft` and, where Lightning is installed, the strategy `ft_ddp`.
+Importing it registers the torch.distributed backend `ft` and, where Lightning is used, the strategy `ft_ddp`. It
+imports neither torch nor Lightning (see `registration`), and what is behind a public name when that is first used.
 """
 
-import contextlib
+from __future__ import annotations
 
-from lightning_ft.comm.backend import progress, register_backend
-from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lightning_ft.config import Settings
-from lightning_ft.data.sampler import ElasticDistributedSampler
-from lightning_ft.ddp import FaultTolerantDDP, StepCommit, ft_ddp
-from lightning_ft.elastic import ElasticState
 from lightning_ft.errors import (
     CoordinatorLostError,
     EvictedError,
@@ -21,6 +20,15 @@ from lightning_ft.errors import (
     QuorumLostError,
     RepeatedFailureError,
 )
+from lightning_ft.registration import register_when_imported
+
+if TYPE_CHECKING:
+    from lightning_ft.comm.backend import progress
+    from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+    from lightning_ft.data.sampler import ElasticDistributedSampler
+    from lightning_ft.ddp import FaultTolerantDDP, StepCommit, ft_ddp
+    from lightning_ft.elastic import ElasticState
+    from lightning_ft.strategy import FaultTolerantDDPStrategy
 
 __version__ = "0.1.0"
 
@@ -44,11 +52,26 @@ __all__ = [
     "progress",
 ]
 
-register_backend()
+_HOME_OF = {
+    "ElasticDistributedSampler": "data.sampler",
+    "ElasticState": "elastic",
+    "FaultTolerantDDP": "ddp",
+    "FaultTolerantDDPStrategy": "strategy",
+    "FaultTolerantProcessGroup": "comm.process_group",
+    "StepCommit": "ddp",
+    "ft_ddp": "ddp",
+    "progress": "comm.backend",
+}
 
-with contextlib.suppress(ModuleNotFoundError):  # plain PyTorch needs no Lightning
-    from lightning.pytorch.strategies import StrategyRegistry
 
-    from lightning_ft.strategy import FaultTolerantDDPStrategy
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
 
-    FaultTolerantDDPStrategy.register_strategies(StrategyRegistry)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_when_imported()

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+from lightning_ft.stopping import Stopping
 
 
 class _ResilientBarrier(data_connector._InfiniteBarrier):
@@ -64,12 +65,7 @@ def rank_zero_rank() -> int | None:
     return rank
 
 
-def take_stop_signals(
-    trainer: Trainer,
-    on_signal: Callable[[signal.Signals], None],
-    stop_reason: Callable[[], signal.Signals | None],
-    on_registered: Callable[[], None],
-) -> None:
+def take_stop_signals(trainer: Trainer, stopping: Stopping) -> None:
     """Take SIGTERM and SIGINT out of Lightning's hands.
 
     For SIGTERM it broadcasts a flag at every batch, and again from within the signal handler, where it meets any other
@@ -79,9 +75,7 @@ def take_stop_signals(
 
     Args:
         trainer: Before its signal handlers are registered.
-        on_signal: Called in the signal handler.
-        stop_reason: Called at the end of each batch: with which signal to stop now, if at all.
-        on_registered: Called when the handlers are in place, at the start of each fit or evaluation.
+        stopping: Is told of each signal, asked at the end of each batch, and told when handlers are in place.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     register, on_advance_end = connector.register_signal_handlers, loop.on_advance_end
@@ -89,16 +83,16 @@ def take_stop_signals(
     def note(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        on_signal(signal.Signals(number))
+        stopping.on_signal(signal.Signals(number))
 
     def register_all() -> None:
         register()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is the user's
             connector._register_signal(signal.SIGINT, note)
-        on_registered()
+        stopping.catch_up()
 
     def stop_if_agreed(data_fetcher: Any) -> None:
-        reason = stop_reason()
+        reason = stopping.reason()
         loop._skip_next_val |= reason is not None
         on_advance_end(data_fetcher)
         if reason == signal.SIGINT:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ft.comm.gloo import InnerGroup, RingBrokenError
-from lightning_ft.comm.operations import Kind, Operation, Place, acknowledge, as_bytes
+from lightning_ft.comm.operations import Kind, Operation
+from lightning_ft.comm.place import Place, acknowledge, as_bytes
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.errors import ProtocolViolationError
 

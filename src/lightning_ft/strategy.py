@@ -10,9 +10,7 @@ import logging
 import os
 import pathlib
 import pickle
-import signal
 import struct
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -34,7 +32,7 @@ from typing_extensions import override
 
 from lightning_ft import lightning_data, lightning_internals, promotion, rejoin
 from lightning_ft.child import watch_agent
-from lightning_ft.comm.backend import confirm_membership, progress, register_backend
+from lightning_ft.comm.backend import confirm_membership, progress
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.transfer import State
 from lightning_ft.config import Settings
@@ -42,6 +40,7 @@ from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.faultpoints import reach
 from lightning_ft.launch.launcher import AgentLauncher
 from lightning_ft.resize import Resize
+from lightning_ft.stopping import Stopping
 
 _log = logging.getLogger("lightning_ft")
 
@@ -150,9 +149,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._epoch_data: lightning_data.EpochData | None = None
         self._resize: Resize | None = None
         self._is_promoted = False
-        self._is_stopping = False
-        self._own_stop_signal: signal.Signals | None = None
-        self._leaves_after_s = 0.0
+        self._stopping = Stopping(self, self.settings.min_world_size, self.settings.heartbeat_interval, self._depart)
         self._evaluated_by: tuple[str, ...] = ()
         self._num_sanity_val_steps: float = 0
 
@@ -217,7 +214,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         reset_seed()
         self._process_group_backend = "ft"
         if not dist.is_initialized():
-            register_backend()
             lightning_internals.install_barrier()
             environment = self.cluster_environment
             assert environment is not None
@@ -244,9 +240,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             self._epoch_data = lightning_data.EpochData(trainer)
             self._resize = Resize(trainer, self.settings.on_resize)
             lightning_internals.around_each_batch(trainer, self._before_batch, self._epoch_data.after_batch)
-            lightning_internals.take_stop_signals(
-                trainer, self._on_stop_signal, self._stop_reason, self._catch_up_on_signal
-            )
+            lightning_internals.take_stop_signals(trainer, self._stopping)
         promotion.prepare(trainer, self.broadcast)
         self._tell_log_directory(trainer)
         if self._is_outside:
@@ -347,14 +341,16 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         return output
 
     def _on_commit(self, commit: StepCommit) -> None:
-        num_staying = len(commit.contributors) - commit.leave_requests
-        self._is_stopping |= commit.stop_requests > 0 or num_staying < max(1, self.settings.min_world_size)
-        if isinstance(self.model, FaultTolerantDDP) and self.model.num_leave_requests == 1:
-            self._leaves_after_s = time.monotonic() + self.settings.heartbeat_interval
+        self._stopping.on_commit(commit)
         if self._epoch_data is not None:
             self._epoch_data.on_commit(commit.contributors)
 
     # -- coming back ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this process is no joiner that waits still."""
+        return self.group is None or self.group.ring.was_admitted
 
     @property
     def _is_outside(self) -> bool:
@@ -409,43 +405,12 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._resize.told = told
         promotion.forget(self._trainer)
 
-    def _on_stop_signal(self, number: signal.Signals) -> None:
-        """Called in the signal handler: in a fit, only note it."""
-        is_member = self.group is None or self.group.ring.was_admitted
-        if isinstance(self.model, FaultTolerantDDP) and is_member:
-            self.model.is_leave_requested |= number == signal.SIGTERM
-            self.model.is_stop_requested |= number == signal.SIGINT
-            self._own_stop_signal = self._own_stop_signal or number
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
-        else:
-            raise SystemExit(128 + number)
-
-    def _stop_reason(self) -> signal.Signals | None:
-        """Which signal to end with: once all ranks know that they stop, or this one was asked to leave, alone.
-
-        If all are asked they don't hear of it at the same step, so that one waits for another, and for a moment.
-        """
-        if not self._is_stopping:
-            is_asked = isinstance(self.model, FaultTolerantDDP) and self.model.num_leave_requests > 1
-            if not is_asked or time.monotonic() < self._leaves_after_s:
-                return None
-            self._depart()
-        reason, self._own_stop_signal, self._is_stopping = self._own_stop_signal, None, False
-        return reason or signal.SIGTERM
-
     def _depart(self) -> None:
         assert self.group is not None
         progress("leaving the job")
         self._is_promoted = False
         self.group.ring.depart()
         self.set_world_ranks()
-
-    def _catch_up_on_signal(self) -> None:
-        """A signal that came after the last step of a fit counts in the next, or ends the evaluation that follows."""
-        self._is_stopping = False
-        if self._own_stop_signal is not None:
-            self._on_stop_signal(self._own_stop_signal)
 
     # -- evaluating -------------------------------------------------------------------------------------------------
 
@@ -544,12 +509,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             reach("checkpoint.saved")
             self.barrier("save_checkpoint")
             is_written = self.group.members[0] == writer
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if "ft_ddp" not in strategy_registry:
-            strategy_registry.register("ft_ddp", cls, description=(cls.__doc__ or "").splitlines()[0])
 
 
 def _was_started_again() -> bool:

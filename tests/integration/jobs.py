@@ -19,19 +19,16 @@ from tests.integration.networks import Host
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 ROOT = pathlib.Path(__file__).parents[2]
 
-_AGENT = f"""
-import sys, types
-package = types.ModuleType("lightning_ft")  # without what its __init__ imports for members: torch, which takes seconds
-package.__path__ = [{str(ROOT / "src/lightning_ft")!r}]
-sys.modules["lightning_ft"] = package
+_AGENT = """
+import sys
 from lightning_ft.config import Settings
 from lightning_ft.launch.agent import run_agent
 node, num_nodes, num_slots = map(int, sys.argv[1:4])
 command = sys.argv[4:]
 sys.exit(run_agent(
-    command_for=lambda slot: command, env_for=lambda slot: {{}}, node=node, num_slots=num_slots,
+    command_for=lambda slot: command, env_for=lambda slot: {}, node=node, num_slots=num_slots,
     settings=Settings.resolve(), host_coordinator=node == 0,
-    expected_members=[f"{{n}}/{{slot}}" for n in range(num_nodes) for slot in range(num_slots)],
+    expected_members=[f"{n}/{slot}" for n in range(num_nodes) for slot in range(num_slots)],
 ))
 """
 

@@ -18,19 +18,8 @@ from typing import Any
 
 import pytest
 
-import lightning_ft.errors
-
 DEADLINE_S = 30.0
-PACKAGE = str(Path(lightning_ft.errors.__file__).parent)
-
-BARE = f"""
-import sys, types
-package = types.ModuleType("lightning_ft")  # without what the package's __init__ imports: torch, which takes seconds
-package.__path__ = [{PACKAGE!r}]
-sys.modules["lightning_ft"] = package
-"""
-
-CLI = (sys.executable, "-c", f"{BARE}\nfrom lightning_ft.cli import main\nsys.exit(main())")
+CLI = (sys.executable, "-m", "lightning_ft.cli")
 
 QUICK = ("--heartbeat-interval", "0.05", "--heartbeat-timeout", "1", "--timeout", "60")
 PATIENT = ("--heartbeat-interval", "0.05", "--heartbeat-timeout", "20", "--timeout", "60")
@@ -116,7 +105,7 @@ class Stage:
 
     def script(self, *parts: str) -> Path:
         path = self.directory / "script.py"
-        path.write_text("\n".join(textwrap.dedent(part) for part in (BARE, NOTE, *parts)))
+        path.write_text("\n".join(textwrap.dedent(part) for part in (NOTE, *parts)))
         return path
 
     def start(self, arguments: list[str], **environment: str) -> subprocess.Popen[bytes]:
@@ -334,7 +323,7 @@ def test_children_that_stay_after_the_job_stopped_are_ended(stage: Stage) -> Non
     """
     script = stage.script(MEMBER, stubborn)
     runner = stage.directory / "runner.py"
-    runner.write_text(BARE + textwrap.dedent(RUNNER))
+    runner.write_text(textwrap.dedent(RUNNER))
     agent = stage.start(
         [sys.executable, str(runner), str(script)],
         LIGHTNING_FT_MIN_WORLD_SIZE="2",
@@ -462,7 +451,7 @@ def test_children_that_do_not_end_when_asked_are_made_to(stage: Stage) -> None:
             time.sleep(60)
     """
     runner = stage.directory / "runner.py"
-    runner.write_text(BARE + textwrap.dedent(RUNNER))
+    runner.write_text(textwrap.dedent(RUNNER))
     agent = stage.start([sys.executable, str(runner), str(stage.script(MEMBER, deaf))])
     stage.wait_for_notes("left", "0/0", "0/1")
     agent.send_signal(signal.SIGTERM)
@@ -486,7 +475,7 @@ def test_signal_during_the_start_reaches_all(stage: Stage) -> None:
     early = 'lambda slot: {"SLOT": str(slot)}'
     assert early in RUNNER
     signalling = 'lambda slot: os.kill(os.getpid(), 15) or {"SLOT": str(slot)} if slot == 0 else {}'
-    runner.write_text(BARE + "import os" + textwrap.dedent(RUNNER.replace(early, signalling)))
+    runner.write_text("import os" + textwrap.dedent(RUNNER.replace(early, signalling)))
     agent = stage.start([sys.executable, str(runner), str(stage.script(LISTENER))])
     assert agent.wait(DEADLINE_S) in (0, 128 + signal.SIGTERM)
 
@@ -527,7 +516,7 @@ def test_environment_of_a_child(stage: Stage) -> None:
 def test_program_that_does_not_exist_is_named(stage: Stage) -> None:
     """Nothing is left running, and the message says what to check."""
     runner = stage.directory / "runner.py"
-    runner.write_text(BARE + textwrap.dedent(RUNNER).replace("sys.executable, sys.argv[1]", "'no-such-program'"))
+    runner.write_text(textwrap.dedent(RUNNER).replace("sys.executable, sys.argv[1]", "'no-such-program'"))
     agent = stage.start([sys.executable, str(runner)])
     assert agent.wait(DEADLINE_S) == 1
     assert "starting 0/0 failed: ['no-such-program'] is no program" in stage.outputs[0].read_text()

@@ -22,7 +22,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-import lightning_ft.errors
 from lightning_ft.config import Settings
 from lightning_ft.coordinator import server as server_module
 from lightning_ft.coordinator.channel import AGENT_PATH, MEMBER_PATH, VERSION_HEADER
@@ -38,16 +37,7 @@ TOKEN = "the-token"
 PATIENT = Settings(heartbeat_interval=0.05, heartbeat_timeout=20, timeout=60)
 """No deadline of these is reached within a test: what is noticed is noticed by itself."""
 
-PACKAGE = str(Path(lightning_ft.errors.__file__).parent)
-
-BARE = f"""
-import sys, types
-package = types.ModuleType("lightning_ft")  # without what the package's __init__ imports: torch, which takes seconds
-package.__path__ = [{PACKAGE!r}]
-sys.modules["lightning_ft"] = package
-"""
-
-MEMBER = BARE + textwrap.dedent(
+MEMBER = textwrap.dedent(
     """
     import json, os, socket, sys, threading
     from lightning_ft.config import Settings
@@ -757,15 +747,3 @@ def test_log_directory_of_the_run_is_the_default(stage: Stage, tmp_path: Path) -
     assert path == tmp_path / "first" / "ft_events.jsonl"
     until(lambda: "recovered" in path.read_text(), "it is used")
     coordinator.server._event_log.close()
-
-
-def test_no_torch_is_imported() -> None:
-    """The control plane works in processes without torch."""
-    code = """
-import lightning_ft.cli, lightning_ft.coordinator.client, lightning_ft.coordinator.server, lightning_ft.launch.agent
-raise SystemExit(str([name for name in ("torch", "lightning") if name in sys.modules] or ""))
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", BARE + code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert result.stderr.strip() == ""

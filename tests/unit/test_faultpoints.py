@@ -6,18 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import lightning_ft.faultpoints
 from lightning_ft.faultpoints import parse, reach
 
-BARE = f"""
-import sys, types
-package = types.ModuleType("lightning_ft")  # without what the package's __init__ imports: torch, which takes seconds
-package.__path__ = [{str(Path(lightning_ft.faultpoints.__file__).parent)!r}]
-sys.modules["lightning_ft"] = package
+PROGRAM = """
 from lightning_ft.faultpoints import reach
 for step in range(5):
     reach("other.point")
@@ -65,7 +59,7 @@ def test_reach_does_nothing_by_default() -> None:
 def test_reach_fails_at_that_count(fault: str, status: int, steps: int) -> None:
     """The process fails when it reaches the point for the named time, in the way that was asked for."""
     environ = {"LIGHTNING_FT_FAIL_AT": f"0/2=some.point; 0/1={fault}", "LIGHTNING_FT_MEMBER": "0/1"}
-    found = subprocess.run([sys.executable, "-c", BARE], env=environ, capture_output=True, timeout=60, check=False)
+    found = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, timeout=60, check=False)
     assert found.returncode == status
     assert found.stdout.decode().split() == [str(step) for step in range(steps)]
     if fault.endswith("raise"):
@@ -76,7 +70,7 @@ def test_reach_stops_until_continued() -> None:
     """A stopped process does nothing, and goes on when it is continued."""
     environ = {"LIGHTNING_FT_FAIL_AT": "0/1=some.point@2:stop", "LIGHTNING_FT_MEMBER": "0/1"}
     process = subprocess.Popen(
-        [sys.executable, "-c", BARE], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", PROGRAM], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
         assert process.stderr is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -33,6 +34,8 @@ def test_the_public_names_are_these() -> None:
         "progress",
     ]
     assert all(hasattr(lightning_ft, name) for name in lightning_ft.__all__)
+    assert set(lightning_ft.__all__) <= set(dir(lightning_ft))
+    assert not hasattr(lightning_ft, "misspelt")
 
 
 def test_it_registers_the_strategy_and_the_backend() -> None:
@@ -40,6 +43,35 @@ def test_it_registers_the_strategy_and_the_backend() -> None:
     assert "ft_ddp" in StrategyRegistry.available_strategies()
     assert StrategyRegistry["ddp"]["strategy"].__module__.startswith("lightning.pytorch")
     assert "ft" in dist.Backend.backend_list
+
+
+@pytest.mark.parametrize("program", ["import torch, lightning_ft", "import lightning_ft, torch"])
+def test_importing_it_imports_neither_torch_nor_lightning(program: str) -> None:
+    """What starts without them starts fast; whoever imports torch, before or after, has the backend."""
+    program = (
+        "import sys, lightning_ft.cli, lightning_ft.launch.agent, lightning_ft.coordinator.server\n"
+        "assert not {'torch', 'lightning'} & set(sys.modules)\n"
+        f"{program}\n"
+        "assert 'lightning' not in sys.modules\n"
+        "print('ft' in torch.distributed.Backend.backend_list, lightning_ft.ft_ddp.__name__, *sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.startswith("True ft_ddp "), done.stderr
+    assert "lightning" not in done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    "program", ["import lightning_ft, lightning", "import lightning, lightning_ft", "import lightning_ft.promotion"]
+)
+def test_the_strategy_is_known_in_any_order_of_imports(program: str) -> None:
+    """Lightning knows it by its name, and has it imported when a Trainer asks for it."""
+    program = (
+        f"{program}\n"
+        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        "print(type(StrategyRegistry.get('ft_ddp')).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "FaultTolerantDDPStrategy\n", done.stderr
 
 
 def test_plain_pytorch_needs_no_lightning() -> None:

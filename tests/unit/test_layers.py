@@ -24,6 +24,7 @@ LAYERS = (
     "comm",
     "reduction",
     "ddp",
+    "stopping",
     "elastic",
     "data",
     "checkpoint",
@@ -36,6 +37,7 @@ LAYERS = (
     "launch",
     "strategy",
     "callbacks",
+    "registration",
     "cli",
     "__init__",
 )

@@ -6,6 +6,7 @@ import inspect
 import os
 import pathlib
 import signal
+import types
 from typing import Any
 
 import lightning.pytorch as pl
@@ -96,7 +97,10 @@ def test_a_stop_takes_effect_at_the_end_of_the_batch(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    lightning_internals.take_stop_signals(trainer, noted.append, lambda: noted[0] if noted else None, lambda: None)
+    stopping = types.SimpleNamespace(
+        on_signal=noted.append, reason=lambda: noted[0] if noted else None, catch_up=lambda: None
+    )
+    lightning_internals.take_stop_signals(trainer, stopping)
     model = Stopped(number)
     with pytest.raises(SystemExit):
         trainer.fit(model)

@@ -1,4 +1,4 @@
-"""Registers backend `ft`, and makes its groups when torch asks for them.
+"""Makes the groups of backend `ft` when torch asks for them.
 
 Private API read in torch 2.13.0: `dist.distributed_c10d._world.pg_group_ranks` (`_update_rank_table`) and what a
 creator with `extended_api` is given (tests/unit/comm/test_process_group.py fails clearly if they change).
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from lightning_ft.child import CANNOT_JOIN_STATUS, watch_agent
 from lightning_ft.comm.gloo import GlooTransport, reachable_host
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
-from lightning_ft.comm.rendezvous import defer_rendezvous
 from lightning_ft.comm.ring import Ring
 from lightning_ft.comm.sockets import ForkGuard, open_sockets
 from lightning_ft.config import Settings
@@ -53,7 +52,7 @@ def confirm_membership(*, waits_for_coordinator: bool = True) -> None:
         _ring.confirm_membership(waits_for_coordinator=waits_for_coordinator)
 
 
-def _create(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
+def make_group(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     """Make WORLD (no ranks given) or a sub-group; torch calls it from init_process_group and new_group."""
     global _ring, _pid
     if options.global_ranks_in_group:
@@ -138,10 +137,3 @@ def _update_rank_table() -> None:
             world_state.pg_group_ranks[group] = {
                 rank_of[member]: rank for rank, member in enumerate(group.members) if member in rank_of
             }
-
-
-def register_backend() -> None:
-    """Make `ft` known to torch.distributed; idempotent."""
-    if "ft" not in dist.Backend.backend_list:
-        defer_rendezvous()
-        dist.Backend.register_backend("ft", _create, extended_api=True, devices=["cpu", "cuda"])

@@ -22,10 +22,10 @@ from lightning_ft.comm.operations import (
     Gather,
     GatherBytes,
     Operation,
-    Place,
     Reduce,
     gather_into,
 )
+from lightning_ft.comm.place import Place
 from lightning_ft.comm.ring import Ring
 from lightning_ft.comm.sequence import CollectiveSequence
 from lightning_ft.comm.works import DoneWork, PendingWork, PointToPointWork

@@ -70,7 +70,7 @@ class _DeferredStore(_StoreBase):  # type: ignore[misc]
 
 
 def defer_rendezvous() -> None:
-    """Let the members of a job open `env://` stores at their first use only; idempotent."""
+    """Let the members of a job open `env://` stores at their first use only; idempotent, done by importing this."""
     module = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function so named
     handlers = module._rendezvous_handlers
     original = handlers["env"]
@@ -89,3 +89,6 @@ def defer_rendezvous() -> None:
 
     handler.is_deferred = True  # type: ignore[attr-defined]
     handlers["env"] = handler
+
+
+defer_rendezvous()

@@ -20,7 +20,8 @@ import torch
 from lightning_ft.child import end_at_once
 from lightning_ft.comm.gloo import CallerError, GlooTransport, RingBrokenError
 from lightning_ft.comm.live_view import LiveView
-from lightning_ft.comm.operations import Kind, Operation, Place, Reduce
+from lightning_ft.comm.operations import Kind, Operation, Reduce
+from lightning_ft.comm.place import Place
 from lightning_ft.comm.recovery import Recovery, redone
 from lightning_ft.comm.sequence import CollectiveSequence, Settled
 from lightning_ft.comm.transfer import Cargo, State, StateTransfer, pack

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_ft.comm.operations import Kind, Operation, Place, acknowledge, as_bytes, gather_now
+from lightning_ft.comm.operations import Kind, Operation
+from lightning_ft.comm.place import Place, acknowledge, as_bytes, gather_now
 from lightning_ft.errors import MembershipChangedError, ProtocolViolationError
 from lightning_ft.faultpoints import reach
 from lightning_ft.membership.settle import SettlePlan, Standing

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ft.comm.operations import Place, as_bytes, broadcast, gather_now
+from lightning_ft.comm.place import Place, as_bytes, broadcast, gather_now
 from lightning_ft.errors import LaunchError
 from lightning_ft.membership.settle import SettlePlan
 

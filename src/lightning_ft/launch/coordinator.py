@@ -21,15 +21,13 @@ from lightning_ft.launch.status import end_of, in_words
 logger = logging.getLogger("lightning_ft")
 
 _BOOT = """
-import sys, types
-package = types.ModuleType("lightning_ft")  # without what the package's __init__ imports: torch, which takes seconds
-package.__path__ = [sys.argv[1]]
-sys.modules["lightning_ft"] = package
+import sys
+sys.path.insert(0, sys.argv[1])
 from lightning_ft.coordinator.standalone import main
 sys.exit(main(sys.argv[2:]))
 """
 
-_PACKAGE = str(Path(errors.__file__).parent)
+_SOURCE = str(Path(errors.__file__).parents[1])
 
 _HEALTHY_LIFE_S = 5.0
 _STARTING_S = 60.0
@@ -135,7 +133,7 @@ class CoordinatorProcess:
     def _spawn(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         descriptors = (self._listener.fileno(), *self._memory)
         listener, *memory = map(str, descriptors)
-        command = [sys.executable, "-P", "-c", _BOOT, _PACKAGE, "--listener", listener, "--memory", *memory]
+        command = [sys.executable, "-P", "-c", _BOOT, _SOURCE, "--listener", listener, "--memory", *memory]
         return subprocess.Popen(
             child.tied_to_this_process(command),
             env=dict(environment),

@@ -20,8 +20,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-if __name__ == "__main__":
-    sys.modules["lightning"] = None  # type: ignore[assignment]  # plain PyTorch must do without it, and starts faster
 import lightning_ft  # noqa: F401 - registers the backend
 from lightning_ft.comm.sockets import open_sockets, ports
 

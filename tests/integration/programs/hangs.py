@@ -20,8 +20,6 @@ import time
 import torch
 import torch.distributed as dist
 
-if __name__ == "__main__":
-    sys.modules["lightning"] = None  # type: ignore[assignment]  # plain PyTorch must do without it, and starts faster
 import lightning_ft
 
 BUSY_S = 6.0

@@ -28,8 +28,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-if __name__ == "__main__":
-    sys.modules["lightning"] = None  # type: ignore[assignment]  # plain PyTorch must do without it, and starts faster
 import lightning_ft
 from lightning_ft.reduction import GradientReduction
 

@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-if __name__ == "__main__":
-    sys.modules["lightning"] = None  # type: ignore[assignment]  # plain PyTorch must do without it, and starts faster
 import lightning_ft
 
 

@@ -7,12 +7,9 @@ import os
 import pathlib
 import sys
 
+import plain_loop
 import torch
 import torch.distributed as dist
-
-if __name__ == "__main__":
-    sys.modules["lightning"] = None  # type: ignore[assignment]  # plain PyTorch must do without it, and starts faster
-import plain_loop
 
 import lightning_ft
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from lightning_ft.comm.gloo import Build, GlooTransport, InnerGroup
-from lightning_ft.comm.operations import Place
+from lightning_ft.comm.place import Place
 
 Result = TypeVar("Result")
 

@@ -12,16 +12,14 @@ from tests.unit.comm import inner_groups
 
 from lightning_ft.comm.gloo import GlooTransport
 from lightning_ft.comm.operations import (
-    SMALL_BYTES,
     Broadcast,
     BroadcastBytes,
     Gather,
     GatherBytes,
     Operation,
-    Place,
     Reduce,
-    as_bytes,
 )
+from lightning_ft.comm.place import SMALL_BYTES, Place, as_bytes
 from lightning_ft.errors import ProtocolViolationError
 
 NUM_MEMBERS = 3

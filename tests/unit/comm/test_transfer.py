@@ -12,7 +12,7 @@ from tests.unit.comm import inner_groups
 
 from lightning_ft.comm import transfer
 from lightning_ft.comm.gloo import GlooTransport
-from lightning_ft.comm.operations import Place
+from lightning_ft.comm.place import Place
 from lightning_ft.comm.transfer import State, StateTransfer
 from lightning_ft.errors import LaunchError
 from lightning_ft.membership.settle import SettlePlan

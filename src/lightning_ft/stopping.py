@@ -1,0 +1,90 @@
+"""Which ranks of a fit stop or leave after a signal, and at which step."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from lightning_ft.ddp import FaultTolerantDDP, StepCommit
+
+
+class Fit(Protocol):
+    """What is asked about the fit that goes on."""
+
+    @property
+    def model(self) -> object:
+        """FaultTolerantDDP in a fit."""
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this process is no joiner that waits still."""
+
+
+class Stopping:
+    """Passes signals on with the steps' commits, so that all ranks act upon them between the same two batches.
+
+    SIGINT asks all ranks to stop. SIGTERM asks this one to leave; if that leaves too few, or none, all stop. Ranks that
+    are all asked don't hear of it at the same step, so that one waits for another, and for a moment.
+
+    Args:
+        fit: Looked at when a signal comes.
+        min_world_size: With fewer ranks all stop.
+        moment_s: How long a rank that is asked to leave waits for others that may be, seconds.
+        depart: Called on a rank that leaves alone, between two batches.
+    """
+
+    def __init__(self, fit: Fit, min_world_size: int, moment_s: float, depart: Callable[[], None]) -> None:
+        self._fit = fit
+        self._min_world_size = max(1, min_world_size)
+        self._moment_s = moment_s
+        self._depart = depart
+        self._all_stop = False
+        self._own_signal: signal.Signals | None = None
+        self._leaves_after_s = 0.0
+
+    def on_signal(self, number: signal.Signals) -> None:
+        """Note a signal; called in its handler.
+
+        Raises:
+            KeyboardInterrupt: SIGINT outside of a fit.
+            SystemExit: Any other there.
+        """
+        model = self._fit.model
+        if isinstance(model, FaultTolerantDDP) and self._fit.is_member:
+            model.is_leave_requested |= number == signal.SIGTERM
+            model.is_stop_requested |= number == signal.SIGINT
+            self._own_signal = self._own_signal or number
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            raise SystemExit(128 + number)
+
+    def on_commit(self, commit: StepCommit) -> None:
+        """Learn what all ranks were asked."""
+        num_staying = len(commit.contributors) - commit.leave_requests
+        self._all_stop |= commit.stop_requests > 0 or num_staying < self._min_world_size
+        if self._num_leave_requests == 1:
+            self._leaves_after_s = time.monotonic() + self._moment_s
+
+    def reason(self) -> signal.Signals | None:
+        """Return with which signal to end now, between two batches; None to go on."""
+        if not self._all_stop:
+            if self._num_leave_requests <= 1 or time.monotonic() < self._leaves_after_s:
+                return None
+            self._depart()
+        own, self._own_signal, self._all_stop = self._own_signal, None, False
+        return own or signal.SIGTERM
+
+    def catch_up(self) -> None:
+        """Take a signal that came after the last step of a fit for the next, or for the evaluation that follows."""
+        self._all_stop = False
+        if self._own_signal is not None:
+            self.on_signal(self._own_signal)
+
+    @property
+    def _num_leave_requests(self) -> int:
+        """In how many commits this rank has asked to leave."""
+        model = self._fit.model
+        return model.num_leave_requests if isinstance(model, FaultTolerantDDP) else 0
