@@ -20,7 +20,7 @@ _NO_OBJECT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 Paths: TypeAlias = list[str]
 """Inside the class `list` is a method."""
 
-COMPARE_BYTES = 8 << 20
+_COMPARE_BYTES = 8 << 20
 """An object that may be ours is read in ranges of this size to compare it."""
 
 
@@ -31,13 +31,31 @@ class Attempt:
     Attributes:
         source: The object's pieces.
         token: Names the attempt; a retry of an attempt that is in doubt has the same.
-        is_in_doubt: Whether the object may exist because of this token. The driver sets it right before the operation
-            that makes the object visible, and takes it back if the answer was a clear no.
+        was_in_doubt: Whether an earlier call with this token may have made the object.
+        is_in_doubt: Whether any call with this token may have.
     """
 
     source: Source
     token: str
-    is_in_doubt: bool
+    was_in_doubt: bool
+    is_in_doubt: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_in_doubt = self.was_in_doubt
+
+    def begin_commit(self) -> None:
+        """To be called right before the operation that makes the object visible.
+
+        Raises:
+            RevokedError: The caller has given up.
+        """
+        # In this order: whoever gives up revokes first and then looks, so that one of the two sees the other.
+        self.is_in_doubt = True
+        self.source.check()
+
+    def was_refused(self) -> None:
+        """To be called if the answer to that operation was a clear no."""
+        self.is_in_doubt = self.was_in_doubt
 
 
 class Store(abc.ABC):
@@ -86,7 +104,7 @@ class Store(abc.ABC):
         """
         check_path(path)
         token = self._in_doubt.get(path)
-        attempt = Attempt(Source(pieces), token or secrets.token_hex(16), is_in_doubt=token is not None)
+        attempt = Attempt(Source(pieces), token or secrets.token_hex(16), was_in_doubt=token is not None)
         try:
             self._guard("create", path, lambda: self._create_or_recognize(path, attempt), attempt)
         finally:
@@ -213,7 +231,8 @@ class Store(abc.ABC):
             if not (attempt.is_in_doubt and self._is_ours(path, attempt) and self._holds(path, attempt.source)):
                 attempt.is_in_doubt = False
                 raise AlreadyThereError(
-                    f"create of {self._where(path)} failed: another writer has made that object. Nothing was changed.",
+                    f"create of {self._where(path)} failed: there is such an object, by another writer or an "
+                    "earlier call. It was left as it is.",
                     operation="create",
                     path=self._where(path),
                     reason="AlreadyThereError",
@@ -228,8 +247,8 @@ class Store(abc.ABC):
             return False
 
         def pieces() -> Iterator[bytes]:
-            for start in range(0, source.size, COMPARE_BYTES):
-                yield self._checked_read(path, start, min(start + COMPARE_BYTES, source.size))
+            for start in range(0, source.size, _COMPARE_BYTES):
+                yield self._checked_read(path, start, min(start + _COMPARE_BYTES, source.size))
                 source.num_taken += 1  # progress
 
         return Source(pieces()).digest() == digest

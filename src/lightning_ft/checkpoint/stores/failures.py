@@ -88,12 +88,12 @@ def classify(error: BaseException) -> tuple[str, bool]:
     status = http_status(error)
     if status is not None and status >= 400:
         return _reason_of_status(status), status in _RETRYABLE_STATUSES
-    for each in _with_causes(error):
+    for each in _with_causes(error):  # what name servers raise has an errno that is none
         names = {base.__name__ for base in type(each).__mro__}
         if isinstance(each, TimeoutError) or names & {"Timeout", "FSTimeoutError"}:
             return "timeout", True
-        if isinstance(each, OSError) and each.errno is not None:
-            return errno.errorcode.get(each.errno, f"errno {each.errno}"), each.errno in _RETRYABLE_ERRNOS
+        if isinstance(each, OSError) and each.errno is not None and each.errno in errno.errorcode:
+            return errno.errorcode[each.errno], each.errno in _RETRYABLE_ERRNOS
         if isinstance(each, PermissionError):
             return "EACCES", False
         if names & _RETRYABLE_CLASSES:

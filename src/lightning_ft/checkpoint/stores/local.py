@@ -111,12 +111,11 @@ class LocalStore(Store):
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
         with self._temporary(target, attempt.source) as temporary:
-            attempt.source.check()
-            was_in_doubt, attempt.is_in_doubt = attempt.is_in_doubt, True
+            attempt.begin_commit()
             try:
                 self._name(temporary, target)
             except FileExistsError:
-                attempt.is_in_doubt = was_in_doubt
+                attempt.was_refused()
                 raise
         self._confirm(path)
 
@@ -199,9 +198,11 @@ class LocalStore(Store):
                 self._kernel.close(descriptor)
             yield temporary
         finally:
-            with contextlib.suppress(OSError):  # renamed, or left for `recover`
-                self._kernel.unlink(temporary)
-            os.close(lock)
+            try:
+                with contextlib.suppress(OSError):  # renamed, or left for `recover`
+                    self._kernel.unlink(temporary)
+            finally:
+                os.close(lock)
 
     def _open_temporary(self, target: str) -> tuple[str, int]:
         """Return a new, locked file that has a name."""
@@ -256,9 +257,9 @@ class LocalStore(Store):
         self._make_directories(os.path.dirname(directory))
         try:
             self._kernel.mkdir(directory)
-        except FileExistsError:
+        except FileExistsError as error:
             if os.path.lexists(directory) and not os.path.isdir(directory):
-                raise
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory) from error
 
     def _sync_directories(self, directory: str) -> None:
         """Make durable that a directory has the entries it has, and that it is itself where it is.

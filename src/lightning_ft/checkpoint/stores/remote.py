@@ -41,6 +41,8 @@ class RemoteStore(Store):
 
     def _read(self, path: str, start: int, end: int | None) -> bytes:
         data: bytes = self._fs.cat_file(self._full(path), start=start or None, end=end)
+        if not data:
+            self._size(path)  # some take a directory for an empty file
         return data
 
     def _size(self, path: str) -> int:
@@ -103,9 +105,9 @@ class MemoryStore(RemoteStore):
             raise FileExistsError(path)
         data = b"".join(attempt.source)
         with self._lock:
-            attempt.source.check()
             if self._exists(path):
                 raise FileExistsError(path)
+            attempt.begin_commit()
             self._fs.pipe_file(self._full(path), data)
 
     def _replace(self, path: str, data: bytes) -> None:
@@ -123,8 +125,7 @@ class ConditionalStore(RemoteStore):
         if self._exists(path):
             raise FileExistsError(path)
         data = b"".join(attempt.source)
-        attempt.source.check()
-        attempt.is_in_doubt = True  # the client library repeats by itself what had no answer
+        attempt.begin_commit()  # a refusal is no clear no: the client library repeats by itself what had no answer
         self._fs.pipe_file(self._full(path), data, mode="create")
 
     def _replace(self, path: str, data: bytes) -> None:
@@ -141,10 +142,9 @@ class WebHdfsStore(RemoteStore):
         if self._exists(path):
             raise FileExistsError(path)
         with self._temporary(path, attempt.source) as temporary:
-            attempt.source.check()
-            was_in_doubt, attempt.is_in_doubt = attempt.is_in_doubt, True
+            attempt.begin_commit()
             if not self._rename(temporary, path):
-                attempt.is_in_doubt = was_in_doubt
+                attempt.was_refused()
                 if self._exists(path):
                     raise FileExistsError(path)
                 raise OSError(f"HDFS did not rename {temporary} to {self._full(path)}, and does not say why")
@@ -175,8 +175,8 @@ class PlainStore(RemoteStore):
         warnings.warn(
             f"{self.url}: fsspec's {type(fs).__name__} has no way to create an object only if there is none. Two jobs "
             "that write there at the same time may overwrite each other's checkpoints: see that only one does."
-            + (" webhdfs:// has one." if fs.protocol in {"hdfs", "viewfs"} else ""),
-            stacklevel=4,
+            + (" webhdfs:// has one." if url.startswith("hdfs:") else ""),
+            stacklevel=3,
         )
 
     def _create(self, path: str, attempt: Attempt) -> None:
@@ -190,17 +190,13 @@ class PlainStore(RemoteStore):
     def _put(self, path: str, pieces: Iterable[bytes | memoryview], attempt: Attempt | None = None) -> None:
         if not self._can_rename:
             data = b"".join(pieces)
-            self._make_visible(attempt)
+            if attempt is not None:
+                attempt.begin_commit()
             self._fs.pipe_file(self._full(path), data)
             return
         with self._temporary(path, pieces) as temporary:
             if attempt is not None and self._exists(path):
                 raise FileExistsError(path)  # much may have happened while it was written
-            self._make_visible(attempt)
+            if attempt is not None:
+                attempt.begin_commit()
             self._fs.mv(temporary, self._full(path))
-
-    @staticmethod
-    def _make_visible(attempt: Attempt | None) -> None:
-        if attempt is not None:
-            attempt.source.check()
-            attempt.is_in_doubt = True

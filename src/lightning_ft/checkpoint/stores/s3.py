@@ -55,7 +55,7 @@ class S3Store(RemoteStore):
         if second is not None:
             self._create_in_parts(path, itertools.chain((first, second), parts), attempt)
             return
-        attempt.is_in_doubt = True
+        attempt.begin_commit()
         self._put_if_absent(path, first, attempt)
         if not self._is_probed:
             self._probe(path, first, attempt)
@@ -84,7 +84,7 @@ class S3Store(RemoteStore):
             done: list[dict[str, Any]] = []
             while batch := list(itertools.islice(parts, NUM_PARALLEL)):
                 done += self._upload(path, upload, batch, len(done) + 1)
-            attempt.is_in_doubt = True
+            attempt.begin_commit()
             with _refusal():
                 self._call(
                     "complete_multipart_upload",

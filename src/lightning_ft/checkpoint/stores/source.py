@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from threading import Event, Thread
 from typing import TypeVar
 
 import xxhash
@@ -78,11 +78,6 @@ class Source:
             raise RevokedError
 
 
-def digest_of(pieces: Iterable[bytes | memoryview]) -> bytes:
-    """Return the digest that a `Source` of these pieces has."""
-    return Source(pieces).digest()
-
-
 def bounded(function: Callable[[], T], source: Source, timeout_s: float) -> T:
     """Run a function in a thread of its own and give it up when it is stuck.
 
@@ -98,7 +93,7 @@ def bounded(function: Callable[[], T], source: Source, timeout_s: float) -> T:
     Raises:
         TimeoutError: It was given up.
     """
-    done = threading.Event()
+    done = Event()
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -110,11 +105,14 @@ def bounded(function: Callable[[], T], source: Source, timeout_s: float) -> T:
         finally:
             done.set()
 
-    threading.Thread(target=run, name="lightning_ft store", daemon=True).start()
+    Thread(target=run, name="lightning_ft store", daemon=True).start()
     seen = -1
     try:
-        while not done.wait(timeout_s) and source.num_taken != seen:
-            seen = source.num_taken
+        while not done.wait(timeout_s):
+            num_taken = source.num_taken
+            if num_taken == seen:
+                break
+            seen = num_taken
     finally:
         if not done.is_set():  # it is stuck, or the user interrupts
             source.revoke()
