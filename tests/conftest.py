@@ -26,6 +26,7 @@ LIGHT = (
     "test_kill_points.py",
     "test_launch_ways.py",
     "test_rejoin.py",
+    "test_store_processes.py",
 )
 """Their members are few, or start without Lightning."""
 
