@@ -26,7 +26,7 @@ from werkzeug.serving import run_simple
 application = DomainDispatcherApplication(create_backend_app)
 run_simple(sys.argv[1], int(sys.argv[2]), application, request_handler=MotoRequestHandler, threaded=False)
 """
-"""One request after the other: moto looks for an object and then puts it, so two threads may both succeed; S3 does not."""
+"""One request after the other: moto looks for an object, then puts it, so two threads may both succeed; in S3 not."""
 
 
 @contextlib.contextmanager
