@@ -2,9 +2,9 @@
 
 Read in lightning 2.6.6 (tests/unit/test_lightning_data.py fails clearly if it changes):
 `trainer.connectors.data_connector._get_distributed_sampler` and `_parse_num_batches`,
-`_FitLoop._combined_loader`, `_data_fetcher`, `max_batches`, `setup_data` and `on_advance_end`,
-`_TrainingEpochLoop.batch_progress` and `_should_accumulate`, `CombinedLoader.limits`, `_DataFetcher.fetched`, `length`
-and `done`,
+`_FitLoop._combined_loader`, `_data_fetcher`, `max_batches`, `epoch_progress`, `setup_data` and `on_advance_end`,
+`_TrainingEpochLoop.batch_progress`, `reset` and `_should_accumulate`, `CombinedLoader.limits` and `_mode`,
+`_DataFetcher.fetched`, `length` and `done`,
 `_EvaluationLoop._combined_loader`, `setup_data` and `_on_evaluation_end`, `_PredictionLoop._combined_loader`,
 `setup_data` and `_on_predict_end`.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -21,11 +22,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
+from lightning_ft import lightning_internals
 from lightning_ft.comm.backend import progress
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.data.batches import LevelBatchSampler
+from lightning_ft.data.cursor import Cursor
 from lightning_ft.data.sampler import ElasticDistributedSampler
 
 _stock_sampler = data_connector._get_distributed_sampler
@@ -52,26 +56,62 @@ def _get_distributed_sampler(
     )
 
 
-class _Deal(NamedTuple):
-    """What draws the batches of a fit whose data can be dealt anew in the middle of an epoch."""
+class _Loader(NamedTuple):
+    """What draws the batches of a loader whose data can be dealt anew in the middle of an epoch."""
 
     sampler: ElasticDistributedSampler
     batches: LevelBatchSampler
     has_workers: bool
 
+
+class _Deal(NamedTuple):
+    """The loaders of a fit, all of which can be dealt anew, and how Lightning combines them."""
+
+    loaders: list[_Loader]
+    mode: str
+
     @property
     def num_left(self) -> int:
-        """Batches that are left of this rank's share."""
-        batches = self.sampler.num_left / self.batches.batch_size
-        return math.floor(batches) if self.batches.drop_last else math.ceil(batches)
+        """Batches that are left of the epoch.
+
+        A loader that has ended has none left, whether it starts again beside longer ones or not.
+        """
+        return (min if self.mode == "min_size" else max)(loader.batches.num_left for loader in self.loaders)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step has been counted."""
+        return any(loader.sampler.num_taken for loader in self.loaders)
+
+    def is_enough_for(self, num_members: int) -> bool:
+        """Whether each of so many members would have a batch."""
+        world = dist.get_world_size()
+        enough = (loader.sampler.num_left * world >= loader.batches.batch_size * num_members for loader in self.loaders)
+        return all(enough) if self.mode == "min_size" else any(enough)
+
+    def record(self, num_batches: int, contributors: Iterable[str]) -> bool:
+        """Count a step, and deal anew if somebody missed it; returns whether."""
+        for loader in self.loaders:
+            loader.sampler.record_batch(loader.batches.num_samples(num_batches), contributors)
+        return self.redeal()
+
+    def redeal(self) -> bool:
+        """Deal to the members there are; returns whether an iterator is older than the deal."""
+        are_stale = [loader.sampler.redeal() for loader in self.loaders]
+        return any(are_stale)
+
+    @property
+    def number(self) -> int:
+        """Grows whenever anything is dealt anew."""
+        return sum(loader.sampler.num_deals for loader in self.loaders)
 
 
 class EpochData:
-    """What is left of the epoch that a fit is in.
+    """What is left of the epoch that a fit is in; in its checkpoints, too.
 
     It counts what each commit consumed. Who missed one has left what it had drawn for it to the others. When the ranks
     have changed, the rest is dealt anew: the epoch then has other lengths, and its iterator is made again, with all
-    that it had drawn ahead thrown away.
+    that it had drawn ahead thrown away. A fit that is resumed goes on with what was left when the checkpoint was made.
 
     Args:
         trainer: Of the fit.
@@ -86,33 +126,40 @@ class EpochData:
         self._has_gradients_left = False
         self._epoch = (0, 0)
         self._num_skipped = 0  # batches of this epoch that were trained on before this fit was resumed
-        loop = trainer.fit_loop.epoch_loop
+        self._saved: list[dict[str, Any]] | None = None  # in the checkpoint that this fit is resumed from
+        self._is_restored = False  # the present epoch, from there
+        self._are_lengths_old = False
+        self._before_step: tuple[int, list[Cursor]] = (-1, [])  # where the last commit found the trainer and the data
+        fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         accumulates = loop._should_accumulate
         # What follows a step follows it also if it was that of the last batch, which is not the last any more.
         loop._should_accumulate = lambda: not self._has_gradients_left and accumulates()  # type: ignore[method-assign]
+        lightning_internals.keep_in_checkpoints(fit, self.state, self._take_saved)
+        lightning_internals.around_data_setup(fit, self._forget_lengths, self._restore, self._measure_restored)
+        fit.on_advance_end = _after(self._end_epoch, fit.on_advance_end)  # type: ignore[method-assign]
+        loop.reset = self._without_false_warning(loop.reset)  # type: ignore[method-assign]
 
     @property
     def deal(self) -> _Deal | None:
         """How the batches are drawn; None if they can't be dealt anew before the next epoch.
 
-        That takes a single loader, a sampler that Lightning has put in, and batches that are made of what it yields one
+        That takes loaders with a sampler that Lightning has put in, and batches that are made of what it yields one
         after the other.
         """
         fit = self._trainer.fit_loop
         combined = fit._combined_loader
-        if (
-            combined is None
-            or len(combined.flattened) != 1
-            or isinstance(fit._data_fetcher, _DataLoaderIterDataFetcher)
-        ):
+        if combined is None or isinstance(fit._data_fetcher, _DataLoaderIterDataFetcher):
             return None
-        (loader,) = combined.flattened
-        sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-        if type(batches) is BatchSampler and isinstance(sampler, ElasticDistributedSampler):
-            batches.__class__ = LevelBatchSampler  # a loader takes no other one
-        if type(batches) is not LevelBatchSampler:
-            return None
-        return _Deal(batches.sampler, batches, loader.num_workers > 0)
+        loaders = []
+        for loader in combined.flattened:
+            sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+            if type(batches) is BatchSampler and isinstance(sampler, ElasticDistributedSampler):
+                batches.__class__ = LevelBatchSampler  # a loader takes no other one
+            if type(batches) is not LevelBatchSampler:
+                return None
+            batches.starts_again = combined._mode == "max_size_cycle" and len(combined.flattened) > 1
+            loaders.append(_Loader(batches.sampler, batches, loader.num_workers > 0))
+        return _Deal(loaders, combined._mode) if loaders else None
 
     @property
     def is_at_boundary(self) -> bool:
@@ -120,9 +167,7 @@ class EpochData:
         deal = self.deal
         if deal is None or self._num_open:
             return False
-        world = dist.get_world_size()
-        num_expected = max(world, self._trainer.num_devices * self._trainer.num_nodes)
-        return deal.sampler.num_left * world >= deal.batches.batch_size * num_expected
+        return deal.is_enough_for(max(dist.get_world_size(), self._trainer.num_devices * self._trainer.num_nodes))
 
     def before_batch(self) -> None:
         """Draw from the present deal. Called on all ranks at the same batch."""
@@ -130,20 +175,21 @@ class EpochData:
         deal = self.deal
         if deal is None:
             return
-        epoch = (id(deal.sampler), deal.sampler.epoch)
+        epoch = (id(deal.loaders[0].sampler), deal.loaders[0].sampler.epoch)
         if epoch != self._epoch:
-            # One that a checkpoint has begun is dealt whole, as Lightning does it, and ends so many batches earlier.
+            # One that a checkpoint of another strategy has begun is dealt whole, and ends so many batches earlier.
             self._epoch, self._num_open = epoch, 0
-            self._num_skipped = 0 if deal.sampler.num_taken else self._num_done
+            self._num_skipped = 0 if deal.has_begun or self._is_restored else self._num_done
         if self._num_open == 0:
-            number = deal.sampler.num_deals
-            is_stale = deal.sampler.redeal()
-            if deal.sampler.num_deals != number or self._has_joined:
-                self._measure(deal)
+            number = deal.number
+            is_stale = deal.redeal()
+            if deal.number != number or self._has_joined:
+                self._measure(deal, self._num_done)
+                self._is_stale = True
                 self._trainer.fit_loop.max_batches = max(self._trainer.fit_loop.max_batches, self._num_done + 1)
             # Workers have begun to draw, perhaps from the deal of another epoch; without them the iterator has not
             # asked the sampler yet, so that it is as new as the deal.
-            self._is_stale |= is_stale and deal.has_workers
+            self._is_stale |= is_stale and any(loader.has_workers for loader in deal.loaders)
         self._has_joined = False
         if self._is_stale:
             self._draw_anew()
@@ -165,32 +211,139 @@ class EpochData:
         deal = self.deal
         if deal is None or self._is_counted:
             return
-        deal.sampler.record_batch(deal.batches.num_samples(self._num_open + 1), contributors)
+        self._before_step = (self._trainer.global_step, [loader.sampler.cursor for loader in deal.loaders])
+        is_stale = deal.record(self._num_open + 1, contributors)
         self._num_open, self._is_counted = 0, True
-        if deal.sampler.redeal():  # now, not with the next batch: this one may have been the last
-            self._measure(deal)
+        if is_stale:  # now, not with the next batch: this one may have been the last
+            self._measure(deal, self._num_done)
+            self._is_stale = True
+
+    # -- in checkpoints and for joiners -------------------------------------------------------------------------------
+
+    def state(self) -> list[dict[str, Any]] | None:
+        """Return what is left of the epoch, for each loader; None if that can't be told.
+
+        A step that is committed, but has not changed the weights yet, is not in a checkpoint that is made just then:
+        its samples are left, too.
+        """
+        deal = self.deal
+        if deal is None:
+            return None
+        states = [loader.sampler.state_dict() for loader in deal.loaders]
+        step, cursors = self._before_step
+        if self._is_counted and step == self._trainer.global_step:
+            for state, cursor in zip(states, cursors, strict=True):
+                state["cursor"] = cursor.state()
+        return states
+
+    def load(self, states: list[dict[str, Any]] | None) -> None:
+        """Go on where `state` was called; what is left is dealt to the present members.
+
+        Raises:
+            ValueError: The loaders are others, or can't be dealt anew. Nothing changed.
+        """
+        deal, self._saved = self.deal, None
+        if deal is None or states is None:
+            raise ValueError("the data can't be dealt anew in the middle of an epoch")
+        if len(deal.loaders) != len(states):
+            raise ValueError(f"expected {len(deal.loaders)} data loaders, as here, got {len(states)}")
+        samplers = [loader.sampler for loader in deal.loaders]
+        before = [sampler.state_dict() for sampler in samplers]
+        try:
+            for sampler, state in zip(samplers, states, strict=True):
+                sampler.load_state_dict(state)
+        except ValueError:
+            for sampler, state in zip(samplers, before, strict=True):
+                sampler.load_state_dict(state)
+            raise
+
+    def _take_saved(self, saved: list[dict[str, Any]] | None) -> None:
+        self._saved = saved
+
+    def _restore(self) -> None:
+        """Load what the checkpoint has; called when the loaders are there and nothing was drawn."""
+        deal, saved = self.deal, self._saved
+        if deal is None or not saved:
+            return
+        if saved[0].get("epoch") != self._loop_epoch:  # it was saved after that epoch's last batch
+            self._saved = None
+            return
+        seeds = [loader.sampler.seed for loader in deal.loaders]
+        try:
+            for loader, state in zip(deal.loaders, saved, strict=False):
+                loader.sampler.seed = state.get("seed", loader.sampler.seed)  # the order is that of the checkpoint
+            self.load(saved)
+            self._is_restored = True
+        except ValueError as error:
+            for loader, seed in zip(deal.loaders, seeds, strict=True):
+                loader.sampler.seed = seed
+            rank_zero_warn(
+                f"The epoch can't go on with the samples that were left when the checkpoint was saved: {error} All of "
+                "them are dealt, and the epoch ends as many batches earlier as were done."
+            )
+
+    def _measure_restored(self) -> None:
+        fit, deal = self._trainer.fit_loop, self.deal
+        if not self._is_restored or deal is None or fit._data_fetcher is None:
+            return
+        progressed: Any = fit.epoch_loop.batch_progress.current
+        done = int(progressed.processed)  # a batch that was under way is done again
+        self._measure(deal, done)
+        fit._data_fetcher.length = int(fit.max_batches)  # Lightning adds what is done to what it has fetched
+        self._are_lengths_old = fit.max_batches <= done  # the epoch is over: what follows is another
+
+    def _forget_lengths(self) -> None:
+        """Have Lightning ask for the loader again, with the lengths of a whole epoch."""
+        deal, epoch = self.deal, self._loop_epoch
+        if deal is None or deal.loaders[0].sampler.epoch == epoch:
+            return
+        for loader in deal.loaders:  # Lightning does it later, but asks for their lengths now
+            loader.sampler.set_epoch(epoch)
+        if self._are_lengths_old:
+            self._are_lengths_old = False
+            self._trainer.fit_loop._combined_loader = None
+
+    def _end_epoch(self) -> None:
+        self._are_lengths_old, self._is_restored = self._is_restored, False
+
+    def _without_false_warning(self, reset: Callable[[], None]) -> Callable[[], None]:
+        """Lightning takes a loader without a `state_dict` of its own for one that can't be resumed."""
+
+        def reset_quietly() -> None:
+            with warnings.catch_warnings():
+                if self._is_restored:
+                    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+                reset()
+
+        return reset_quietly
+
+    # -- lengths ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _loop_epoch(self) -> int:
+        progressed: Any = self._trainer.fit_loop.epoch_progress.current
+        return int(progressed.processed)
 
     @property
     def _num_done(self) -> int:
         return int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
-    def _measure(self, deal: _Deal) -> None:
+    def _measure(self, deal: _Deal, done: int) -> None:
         """Correct the lengths that Lightning has computed when the epoch began."""
-        trainer, fit, done = self._trainer, self._trainer.fit_loop, self._num_done
+        trainer, fit = self._trainer, self._trainer.fit_loop
         total = done + max(0, deal.num_left - self._num_skipped)
         total = max(
             done, int(data_connector._parse_num_batches(RunningStage.TRAINING, total, trainer.limit_train_batches))
         )
         fit.max_batches = total
         assert fit._combined_loader is not None
-        fit._combined_loader.limits = [total - done]
+        fit._combined_loader.limits = [total - done] * len(deal.loaders)
         batches = fit.epoch_loop.batch_progress
         # The step of what was the last batch is done in the middle of a window of accumulation.
         self._has_gradients_left |= batches.is_last_batch and total > done
         batches.is_last_batch = total == done
         if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
             trainer.val_check_batch = max(1, int(total * trainer.val_check_interval))
-        self._is_stale = True
 
     def _draw_anew(self) -> None:
         fit = self._trainer.fit_loop

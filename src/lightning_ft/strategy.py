@@ -381,9 +381,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def _give(self) -> State:
         assert self._trainer is not None
         assert self._epoch_data is not None
-        deal = self._epoch_data.deal
-        assert deal is not None, "nobody is admitted where the data can't be dealt anew"
-        state = rejoin.dump(self._trainer, deal.sampler.state_dict())
+        state = rejoin.dump(self._trainer, self._epoch_data.state())
         assert self._resize is not None
         return State(state.replicated, (self.num_fits, self._resize.told, state.own))
 
@@ -398,10 +396,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         of_trainer = State(state.replicated, own)
         with self.group.ring.outside():
             rejoin.begin_epoch(self._trainer, of_trainer)
-        deal = self._epoch_data.deal
-        if deal is None:
-            raise ValueError("the data can't be dealt anew in the middle of an epoch")
-        deal.sampler.load_state_dict(rejoin.restore(self._trainer, of_trainer))
+        self._epoch_data.load(rejoin.restore(self._trainer, of_trainer))
         self._resize.told = told
         promotion.forget(self._trainer)
 

@@ -17,28 +17,56 @@ class LevelBatchSampler(BatchSampler):
     A user chooses batch size and data set so that the last batch is large enough, for BatchNorm as an example, which
     raises for a single sample. When a rank dies, what is left per rank may be any number. The batches are as many as
     before. If a single sample is all that is left, it is in its batch twice, which leaves its mean what it is.
+
+    Attributes:
+        starts_again: Whether it is shorter than others beside it, and starts again at its end, perhaps before a step
+            has counted its last batch: an iterator that is made after one of the same deal has ended yields a whole
+            pass.
     """
 
     sampler: ElasticDistributedSampler
+    starts_again = False
+    _ended_deal = -1
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
-        if not self._is_level:
-            yield from super().__iter__()
+        deal = self.sampler.num_deals
+        if self.starts_again and self._ended_deal == deal:
+            yield from self._batches_of(self.sampler.whole_share())
             return
-        indices, num_left = iter(self.sampler), self.sampler.num_left
-        while num_left:
-            size = self._size(num_left)
-            batch = list(itertools.islice(indices, size))
-            yield batch * 2 if len(batch) == 1 < self.batch_size else batch
-            num_left -= size
+        if self.sampler.num_left:
+            indices = iter(self.sampler)
+            yield from self._level(indices) if self._is_level else self._batches_of(indices)
+        else:
+            self.sampler.draw_nothing()
+        self._ended_deal = deal
+
+    @property
+    def num_left(self) -> int:
+        """How many batches are left of the share; as many for every member."""
+        num_samples = self.sampler.num_left
+        return num_samples // self.batch_size if self.drop_last else -(-num_samples // self.batch_size)
 
     def num_samples(self, num_batches: int) -> int:
-        """Return how many samples of the share its next batches hold."""
+        """Return how many samples of the share its next batches hold; all, if there are fewer."""
         start = num_left = self.sampler.num_left
-        for _ in range(num_batches):
+        for _ in range(min(num_batches, self.num_left)):
             num_left -= self._size(num_left)
         return start - num_left
+
+    def _batches_of(self, indices: Iterator[int]) -> Iterator[list[int]]:
+        while (batch := [*itertools.islice(indices, self.batch_size)]) and (
+            len(batch) == self.batch_size or not self.drop_last
+        ):
+            yield batch
+
+    def _level(self, indices: Iterator[int]) -> Iterator[list[int]]:
+        num_left = self.sampler.num_left
+        while num_left:
+            size = self._size(num_left)
+            batch = [*itertools.islice(indices, size)]
+            yield batch * 2 if len(batch) == 1 < self.batch_size else batch
+            num_left -= size
 
     @property
     def _is_level(self) -> bool:
