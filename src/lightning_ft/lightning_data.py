@@ -36,7 +36,7 @@ _stock_sampler = data_connector._get_distributed_sampler
 
 
 def use_elastic_samplers() -> None:
-    """Have Lightning put an `ElasticDistributedSampler` where it puts a `DistributedSampler` into a fit's loader."""
+    """Have Lightning put an `ElasticDistributedSampler` where it puts a `DistributedSampler`."""
     data_connector._get_distributed_sampler = _get_distributed_sampler
 
 
@@ -48,7 +48,7 @@ def _get_distributed_sampler(
     **kwargs: Any,
 ) -> Any:
     stock = _stock_sampler(dataloader, shuffle, overfit_batches, mode=mode, **kwargs)
-    is_ours = isinstance(dist.group.WORLD, FaultTolerantProcessGroup) and mode == RunningStage.TRAINING
+    is_ours = isinstance(dist.group.WORLD, FaultTolerantProcessGroup) and mode != RunningStage.PREDICTING
     if not is_ours or not isinstance(dataloader.sampler, RandomSampler | SequentialSampler):
         return stock
     return ElasticDistributedSampler(
@@ -397,19 +397,24 @@ class DataRefresher:
 
         def setup_data() -> None:
             self._on_dealt()
-            if id(loop) in self._stale:
-                self._stale.discard(id(loop))
-                if loop._combined_loader is not None:
-                    for loader in loop._combined_loader.flattened:
-                        sampler = getattr(loader, "sampler", None)
-                        if isinstance(sampler, DistributedSampler) and not isinstance(
-                            sampler, ElasticDistributedSampler
-                        ):
-                            renumber_sampler(sampler, dist.get_rank(), dist.get_world_size())
-                    loop._combined_loader = None
-            original()
+            while True:
+                if id(loop) in self._stale:
+                    self._forget(loop)
+                original()
+                if id(loop) not in self._stale:  # else somebody has died between the sampler's making and its length's
+                    return
 
         loop.setup_data = setup_data
+
+    def _forget(self, loop: Any) -> None:
+        self._stale.discard(id(loop))
+        if loop._combined_loader is None:
+            return
+        for loader in loop._combined_loader.flattened:
+            sampler = getattr(loader, "sampler", None)
+            if isinstance(sampler, DistributedSampler) and not isinstance(sampler, ElasticDistributedSampler):
+                renumber_sampler(sampler, dist.get_rank(), dist.get_world_size())
+        loop._combined_loader = None
 
 
 def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:

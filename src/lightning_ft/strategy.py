@@ -39,6 +39,7 @@ from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.faultpoints import reach
 from lightning_ft.launch.launcher import AgentLauncher
+from lightning_ft.lightning_evaluation import CompleteEvaluations
 from lightning_ft.resize import Resize
 from lightning_ft.stopping import Stopping
 
@@ -239,6 +240,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             self._data = lightning_data.DataRefresher(trainer, self._on_dealt, self._on_evaluated)
             self._epoch_data = lightning_data.EpochData(trainer)
             self._resize = Resize(trainer, self.settings.on_resize)
+            if self.group is not None:
+                CompleteEvaluations(trainer, lambda: self._group_members, self.barrier, self._on_complete)
             lightning_internals.around_each_batch(trainer, self._before_batch, self._epoch_data.after_batch)
             lightning_internals.take_stop_signals(trainer, self._stopping)
         promotion.prepare(trainer, self.broadcast)
@@ -442,8 +445,18 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         with _doing("predict_step"):
             return super().predict_step(*args, **kwargs)
 
+    @property
+    def _group_members(self) -> tuple[str, ...]:
+        return () if self.group is None else self.group.members
+
     def _on_dealt(self) -> None:
-        self._evaluated_by = () if self.group is None else self.group.members
+        self._evaluated_by = self._group_members
+
+    def _on_complete(self, stage: str, missing: list[str | int], num_samples: int) -> None:
+        """All that was dealt has been evaluated by whoever is here."""
+        self._evaluated_by = self._group_members
+        if missing and self.group is not None and self.is_global_zero:
+            self.group.ring.report("evaluation_redealt", stage=stage, missing=missing, num_samples=num_samples)
 
     def _on_evaluated(self, stage: str) -> None:
         """Say what the dead have left out: the share of a member that went is in no result."""

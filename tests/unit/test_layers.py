@@ -31,6 +31,7 @@ LAYERS = (
     "metrics",
     "lightning_internals",
     "lightning_data",
+    "lightning_evaluation",
     "promotion",
     "rejoin",
     "resize",

@@ -258,6 +258,20 @@ class ElasticDistributedSampler(DistributedSampler[int]):
                 )
         self._deal(cursor.redeal(self._members()), self.member, state["epoch"])
 
+    def indices(self, positions: range) -> list[int]:
+        """Return the data set indices at these positions of the epoch's order."""
+        if not self.shuffle:
+            return list(positions)
+        wanted = (self.seed, self.epoch, self._cursor.length)
+        if self._permutation is None or self._permutation_of != wanted:
+            self._permutation = None  # before the next is made
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + self.epoch)
+            self._permutation = torch.randperm(self._cursor.length, generator=generator)
+            self._permutation_of = wanted
+        found: list[int] = self._permutation[positions.start : positions.stop : positions.step].tolist()
+        return found
+
     # -- within -------------------------------------------------------------------------------------------------------
 
     def _deal(self, cursor: Cursor, member: Member, epoch: int) -> None:
@@ -301,7 +315,7 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         try:
             for piece in share:
                 for first in range(0, len(piece), _BLOCK):
-                    block[:] = self._indices(piece[first : first + _BLOCK])
+                    block[:] = self.indices(piece[first : first + _BLOCK])
                     yield block
                     self._check_deal(deal)
         finally:
@@ -313,19 +327,6 @@ class ElasticDistributedSampler(DistributedSampler[int]):
                 f"iterating failed: the samples were dealt again after this iterator was made (member={self.member}, "
                 f"epoch={self.epoch}), and what it would yield may be another member's now. Make a new iterator."
             )
-
-    def _indices(self, positions: range) -> list[int]:
-        if not self.shuffle:
-            return list(positions)
-        wanted = (self.seed, self.epoch, self._cursor.length)
-        if self._permutation is None or self._permutation_of != wanted:
-            self._permutation = None  # before the next is made
-            generator = torch.Generator()
-            generator.manual_seed(self.seed + self.epoch)
-            self._permutation = torch.randperm(self._cursor.length, generator=generator)
-            self._permutation_of = wanted
-        indices: list[int] = self._permutation[positions.start : positions.stop : positions.step].tolist()
-        return indices
 
 
 def _world() -> FaultTolerantProcessGroup | None:

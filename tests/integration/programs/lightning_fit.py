@@ -74,8 +74,9 @@ class Classifier(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log a synchronised loss and a torchmetrics metric."""
-        x, y, _ = batch
+        """Log a synchronised loss, a torchmetrics metric, and what tells whether each sample is in them once."""
+        x, y, index = batch
+        self.log("val_index", index.sum().float(), reduce_fx="sum", sync_dist=True)
         logits = self.net(x)
         self.log("val_loss", torch.nn.functional.cross_entropy(logits, y), sync_dist=True)
         self.accuracy(logits, y)
@@ -83,7 +84,8 @@ class Classifier(L.LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """As validation."""
-        x, y, _ = batch
+        x, y, index = batch
+        self.log("test_index", index.sum().float(), reduce_fx="sum", sync_dist=True)
         self.accuracy(self.net(x), y)
         self.log("test_accuracy", self.accuracy)
 
