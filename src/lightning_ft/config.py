@@ -16,7 +16,7 @@ ENV_PREFIX = "LIGHTNING_FT_"
 AUTO = "auto"
 """Value of the setting `timeout` that has it learned."""
 
-KEEP, SCALE_LR = "keep", "scale_lr"
+KEEP, SCALE_LR, KEEP_GLOBAL_BATCH = ON_RESIZE = "keep", "scale_lr", "keep_global_batch"
 """Values of the setting `on_resize`."""
 
 _LONGEST = 1800.0
@@ -44,8 +44,8 @@ class Settings:
         evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
         respawn: Whether the agent starts a member again whose process failed; it then joins the job that runs.
         max_restarts: How often it does so for each logical id, >= 0.
-        on_resize: What a fit does with its learning rates when its ranks change: `keep`, or `scale_lr`, in proportion
-            to the number of ranks.
+        on_resize: What a fit does when its ranks change: `keep`; `scale_lr`: learning rates in proportion to their
+            number; `keep_global_batch`: as many samples in a step as with all ranks.
         coordinator: `host:port` of the coordinator; None: the agent starts one.
         process_group_backend: Backend inside `ft` (`gloo`); None: chosen by device.
         event_log: File that gets the event log; None: `ft_events.jsonl` in the run's log directory.
@@ -88,8 +88,8 @@ class Settings:
                 f"heartbeat_interval={self.heartbeat_interval!r}, heartbeat_timeout={self.heartbeat_timeout!r}, "
                 f"timeout={self.timeout!r}"
             )
-        if self.on_resize not in {KEEP, SCALE_LR}:
-            raise ValueError(f"on_resize must be {KEEP!r} or {SCALE_LR!r}, got {self.on_resize!r}")
+        if self.on_resize not in ON_RESIZE:
+            raise ValueError(f"on_resize must be one of {', '.join(map(repr, ON_RESIZE))}, got {self.on_resize!r}")
         if self.coordinator is not None:
             parse_endpoint(self.coordinator)
         if self.process_group_backend not in (None, "gloo"):

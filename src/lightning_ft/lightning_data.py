@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_warn
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_ft import lightning_internals
@@ -30,8 +31,10 @@ from lightning_ft.comm.backend import progress
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.data.batches import LevelBatchSampler
 from lightning_ft.data.cursor import Cursor
+from lightning_ft.data.global_batch import StepShape, step_shape
 from lightning_ft.data.sampler import ElasticDistributedSampler
 
+_warnings = WarningCache()
 _stock_sampler = data_connector._get_distributed_sampler
 
 
@@ -115,10 +118,19 @@ class EpochData:
 
     Args:
         trainer: Of the fit.
+        keeps_global_batch: Whether a step has as many samples as it would have if all ranks that the fit was started
+            with were there: batches are accumulated, and smaller.
+
+    Raises:
+        ValueError: The global batch can't be kept: a callback or the module decides when to step.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, *, keeps_global_batch: bool = False) -> None:
         self._trainer = trainer
+        self._num_accumulated = trainer.accumulate_grad_batches  # as the user wants it for all ranks
+        self._first_of_steps = 0  # the batch of the epoch from which on windows of accumulation are counted
+        self._keeps_global_batch = keeps_global_batch
+        self._told_shape: StepShape | None = None
         self._num_open = 0  # batches before the present one that no commit has counted
         self._is_counted = False  # the present one
         self._is_stale = False
@@ -128,9 +140,12 @@ class EpochData:
         self._num_skipped = 0  # batches of this epoch that were trained on before this fit was resumed
         self._saved: list[dict[str, Any]] | None = None  # in the checkpoint that this fit is resumed from
         self._is_restored = False  # the present epoch, from there
-        self._are_lengths_old = False
+        self._is_measured = self._are_lengths_old = False  # lengths are not those of a whole epoch; of an epoch past
         self._before_step: tuple[int, list[Cursor]] = (-1, [])  # where the last commit found the trainer and the data
         fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        if keeps_global_batch:
+            _check_steps_are_ours(trainer)
+            loop._accumulated_batches_reached = self._is_step_full  # type: ignore[method-assign]
         accumulates = loop._should_accumulate
         # What follows a step follows it also if it was that of the last batch, which is not the last any more.
         loop._should_accumulate = lambda: not self._has_gradients_left and accumulates()  # type: ignore[method-assign]
@@ -155,6 +170,7 @@ class EpochData:
             sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
             if type(batches) is BatchSampler and isinstance(sampler, ElasticDistributedSampler):
                 batches.__class__ = LevelBatchSampler  # a loader takes no other one
+                batches.full_size = batches.batch_size  # type: ignore[attr-defined]
             if type(batches) is not LevelBatchSampler:
                 return None
             batches.starts_again = combined._mode == "max_size_cycle" and len(combined.flattened) > 1
@@ -174,16 +190,21 @@ class EpochData:
         self._is_counted = False
         deal = self.deal
         if deal is None:
+            if self._keeps_global_batch:
+                _warnings.warn("The global batch is not kept: the batches of this data loader can't be dealt anew.")
             return
+        is_reshaped = False
         epoch = (id(deal.loaders[0].sampler), deal.loaders[0].sampler.epoch)
         if epoch != self._epoch:
             # One that a checkpoint of another strategy has begun is dealt whole, and ends so many batches earlier.
-            self._epoch, self._num_open = epoch, 0
+            self._epoch, self._num_open, self._first_of_steps = epoch, 0, 0
+            is_reshaped = self._shape_steps(deal)
             self._num_skipped = 0 if deal.has_begun or self._is_restored else self._num_done
         if self._num_open == 0:
             number = deal.number
             is_stale = deal.redeal()
-            if deal.number != number or self._has_joined:
+            if deal.number != number or self._has_joined or is_reshaped:
+                self._shape_steps(deal)
                 self._measure(deal, self._num_done)
                 self._is_stale = True
                 self._trainer.fit_loop.max_batches = max(self._trainer.fit_loop.max_batches, self._num_done + 1)
@@ -215,6 +236,7 @@ class EpochData:
         is_stale = deal.record(self._num_open + 1, contributors)
         self._num_open, self._is_counted = 0, True
         if is_stale:  # now, not with the next batch: this one may have been the last
+            self._shape_steps(deal)
             self._measure(deal, self._num_done)
             self._is_stale = True
 
@@ -288,6 +310,7 @@ class EpochData:
             return
         progressed: Any = fit.epoch_loop.batch_progress.current
         done = int(progressed.processed)  # a batch that was under way is done again
+        self._shape_steps(deal)
         self._measure(deal, done)
         fit._data_fetcher.length = int(fit.max_batches)  # Lightning adds what is done to what it has fetched
         self._are_lengths_old = fit.max_batches <= done  # the epoch is over: what follows is another
@@ -304,7 +327,7 @@ class EpochData:
             self._trainer.fit_loop._combined_loader = None
 
     def _end_epoch(self) -> None:
-        self._are_lengths_old, self._is_restored = self._is_restored, False
+        self._are_lengths_old, self._is_measured, self._is_restored = self._is_measured, False, False
 
     def _without_false_warning(self, reset: Callable[[], None]) -> Callable[[], None]:
         """Lightning takes a loader without a `state_dict` of its own for one that can't be resumed."""
@@ -316,6 +339,35 @@ class EpochData:
                 reset()
 
         return reset_quietly
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _is_step_full(self) -> bool:
+        return (self._num_done - self._first_of_steps) % self._trainer.accumulate_grad_batches == 0
+
+    def _shape_steps(self, deal: _Deal) -> bool:
+        """Have the next steps be made of what makes up the global batch; called between two steps, on all ranks.
+
+        Returns: Whether batches have another size now.
+        """
+        if not self._keeps_global_batch:
+            return False
+        trainer, num_members = self._trainer, len(deal.loaders[0].sampler.members)
+        self._first_of_steps = self._num_done
+        sizes = [loader.batches.full_size for loader in deal.loaders]
+        wanted = [trainer.num_devices * trainer.num_nodes * self._num_accumulated * size for size in sizes]
+        shape = step_shape(wanted[0], num_members, sizes[0])
+        trainer.accumulate_grad_batches = shape.num_batches
+        before = [loader.batches.batch_size for loader in deal.loaders]
+        for loader, size in zip(deal.loaders, wanted, strict=True):
+            loader.batches.batch_size = max(1, round(size / (num_members * shape.num_batches)))
+        if num_members * shape.num_samples != wanted[0] and shape != self._told_shape:
+            rank_zero_warn(
+                f"A step has {num_members * shape.num_samples} samples instead of {wanted[0]}: "
+                f"{num_members} ranks can't have equally large batches of together as many."
+            )
+        self._told_shape = shape
+        return before != [loader.batches.batch_size for loader in deal.loaders]
 
     # -- lengths ------------------------------------------------------------------------------------------------------
 
@@ -335,6 +387,7 @@ class EpochData:
         total = max(
             done, int(data_connector._parse_num_batches(RunningStage.TRAINING, total, trainer.limit_train_batches))
         )
+        self._is_measured = True
         fit.max_batches = total
         assert fit._combined_loader is not None
         fit._combined_loader.limits = [total - done] * len(deal.loaders)
@@ -354,6 +407,17 @@ class EpochData:
         fetcher.fetched, fetcher.length = self._num_done, int(fit.max_batches)
         fetcher.done = fetcher.fetched >= fetcher.length
         self._is_stale = False
+
+
+def _check_steps_are_ours(trainer: Trainer) -> None:
+    known: Any = trainer  # Lightning sets what follows from outside
+    other = next((part for part in known.callbacks if isinstance(part, GradientAccumulationScheduler)), None)
+    if other is not None or not known.lightning_module.automatic_optimization:
+        what = "a GradientAccumulationScheduler" if other is not None else "manual optimization"
+        raise ValueError(
+            f"on_resize='keep_global_batch' can't be had with {what}, which decides on its own when to step. Use "
+            "'keep' or 'scale_lr'."
+        )
 
 
 class DataRefresher:

@@ -35,7 +35,7 @@ from lightning_ft.child import watch_agent
 from lightning_ft.comm.backend import confirm_membership, progress
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.transfer import State
-from lightning_ft.config import Settings
+from lightning_ft.config import KEEP_GLOBAL_BATCH, Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.faultpoints import reach
 from lightning_ft.launch.launcher import AgentLauncher
@@ -70,7 +70,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
         respawn: Whether a rank whose process failed is started again, to join the others.
         max_restarts: How often, for each rank.
-        on_resize: `scale_lr`: learning rates follow the number of ranks.
+        on_resize: `scale_lr`: learning rates follow the number of ranks. `keep_global_batch`: steps keep their samples.
         coordinator: `host:port` of the coordinator, if the agent shall not start one at a free port.
         process_group_backend: Backend inside `ft`: `gloo`.
         event_log: File of the event log.
@@ -106,7 +106,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         evict_stragglers: bool | None = None,  # noqa: FBT001 - jsonargparse takes either kind
         respawn: bool | None = None,  # noqa: FBT001
         max_restarts: int | None = None,
-        on_resize: Literal["keep", "scale_lr"] | None = None,
+        on_resize: Literal["keep", "scale_lr", "keep_global_batch"] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
@@ -238,7 +238,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         if self._data is None:
             lightning_data.use_elastic_samplers()
             self._data = lightning_data.DataRefresher(trainer, self._on_dealt, self._on_evaluated)
-            self._epoch_data = lightning_data.EpochData(trainer)
+            keeps_global_batch = self.settings.on_resize == KEEP_GLOBAL_BATCH
+            self._epoch_data = lightning_data.EpochData(trainer, keeps_global_batch=keeps_global_batch)
             self._resize = Resize(trainer, self.settings.on_resize)
             if self.group is not None:
                 CompleteEvaluations(trainer, lambda: self._group_members, self.barrier, self._on_complete)

@@ -69,3 +69,29 @@ def test_death_and_return_at_every_place_of_an_epoch(tmp_path: pathlib.Path) -> 
     faults = {"LIGHTNING_FT_FAIL_AT": "0/3=commit.enter@16; 0/1=commit.enter@17; 0/2=commit.enter@17"}
     with jobs.running(tmp_path, 4, ["sampled_loop.py", "256", "3"], faults) as job:
         check(job, 4, 256, 3, max_padding=6)
+
+
+def test_a_fit_goes_on_where_its_checkpoint_was_made(tmp_path: pathlib.Path) -> None:
+    """3 ranks, then 2, a checkpoint within the epoch, and 4 that go on from it, with workers: each sample once."""
+    program = ["lightning_fit.py", "--epochs", "1", "--workers", "1"]
+    first = [*program, "--devices", "3", "--save-every", "9"]
+    with jobs.running_script(tmp_path / "1", first, {"LIGHTNING_FT_FAIL_AT": "0/1=commit.enter@5"}) as job:
+        assert job.finish() == 0, job.output()
+        contributors = jobs.contributors_by_events(job.events(), 9)
+        counts: collections.Counter[int] = collections.Counter()
+        for member in ("0/0", "0/1", "0/2"):
+            for line in job.records(member):
+                if line["event"] == "training_step" and line["step"] < 9 and member in contributors[line["step"]]:
+                    counts.update(line["index"])
+    assert counts.total() == len(counts) < 480
+    saved = str(tmp_path / "1/saved/step=9.ckpt")
+    with jobs.running_script(tmp_path / "2", [*program, "--devices", "4", "--resume", saved]) as job:
+        assert job.finish() == 0, job.output()
+        for member in ("0/0", "0/1", "0/2", "0/3"):
+            lines = [line for line in job.records(member) if line["event"] == "training_step"]
+            assert [line["step"] for line in lines] == list(range(9, 9 + len(lines)))
+            for line in lines:
+                counts.update(line["index"])
+        assert "not resumable" not in job.output()
+    assert set(counts) == set(range(480))
+    assert counts.total() - 480 <= 3

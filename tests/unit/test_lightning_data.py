@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -88,6 +90,7 @@ class Half(pl.LightningModule):
         self.dies_in = dies_in
         self.seen: list[list[int]] = []
         self.last: list[bool] = []
+        self.steps: list[int] = []
         self.validated: list[int] = []
         self.sampler = ElasticDistributedSampler(Numbers(), num_members, 0, shuffle=False)
         self.members = tuple(range(num_members))
@@ -109,13 +112,13 @@ class Half(pl.LightningModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         """Note what was drawn."""
         self.seen.append(batch[:, 0].int().tolist())
+        self.steps.append(self.trainer.global_step)
         return self.net(batch).sum()  # type: ignore[no-any-return]
 
     def on_after_backward(self) -> None:
         """Commit at the end of each backward that steps."""
         step = self.trainer.global_step
-        ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if ready % self.trainer.accumulate_grad_batches == 0 or self.trainer.is_last_batch:
+        if not self.trainer.fit_loop.epoch_loop._should_accumulate():
             self.members = (0,) if step >= self.dies_in else tuple(range(self.num_members))
             self.data.on_commit(self.members)  # type: ignore[arg-type]
 
@@ -407,3 +410,40 @@ def test_several_loaders_are_resumed(tmp_path: Any, mode: str) -> None:
                 assert resumed.seen_short == whole.seen_short[num_done:]
             else:  # it begins its second time anew
                 assert resumed.seen_short == whole.seen_short[: len(resumed.seen)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("dies_in", "accumulate"), [(0, 1), (2, 1), (1, 2), (99, 1)])
+def test_a_step_keeps_its_samples(dies_in: int, accumulate: int, num_workers: int) -> None:
+    """Two ranks with batches of two, then one that takes twice as many batches for a step, from the next step on."""
+    half = Half(dies_in, max_epochs=2)
+    half.data._keeps_global_batch = True
+    half.data._num_accumulated = 2 * accumulate  # as if the trainer had two devices
+    loop = half.trainer.fit_loop.epoch_loop
+    loop._accumulated_batches_reached = half.data._is_step_full  # type: ignore[method-assign]
+    half.fit(num_workers)
+    drawn = [number for batch in half.seen for number in batch]
+    of_first = len(drawn) - (24 if dies_in < 99 else 12)
+    assert sorted(drawn[:of_first]) == sorted(set(range(24)) - others(min(dies_in * accumulate, 6)))
+    samples = collections.Counter[int]()
+    for step, batch in zip(half.steps, half.seen, strict=True):
+        samples[step] += len(batch) * (2 if step < dies_in else 1)
+    num_steps = len(samples)
+    of_epoch = [samples[step] for step in range(num_steps)]
+    whole = 4 * accumulate
+    assert set(of_epoch) <= {whole, whole // 2, *range(1, whole)}
+    assert of_epoch.count(whole) >= num_steps - 3, "but the one in which the other died, and the last of each epoch"
+    assert samples[dies_in] == whole // 2 or dies_in == 99
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"callbacks": [GradientAccumulationScheduler({1: 2})]}, "a GradientAccumulationScheduler"), ({}, "manual")],
+)
+def test_who_steps_on_its_own_has_no_global_batch(options: dict[str, Any], what: str) -> None:
+    """The fit is refused, with the reason."""
+    half = Half(99, **options)
+    half.automatic_optimization = "callbacks" in options
+    half.trainer.strategy.connect(half)
+    with pytest.raises(ValueError, match=what):
+        lightning_data.EpochData(half.trainer, keeps_global_batch=True)

@@ -19,12 +19,14 @@ class LevelBatchSampler(BatchSampler):
     before. If a single sample is all that is left, it is in its batch twice, which leaves its mean what it is.
 
     Attributes:
+        full_size: Samples in a batch as the user wants it; `batch_size` may be less.
         starts_again: Whether it is shorter than others beside it, and starts again at its end, perhaps before a step
             has counted its last batch: an iterator that is made after one of the same deal has ended yields a whole
             pass.
     """
 
     sampler: ElasticDistributedSampler
+    full_size: int
     starts_again = False
     _ended_deal = -1
 
