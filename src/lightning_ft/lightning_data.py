@@ -1,112 +1,33 @@
-"""An epoch's data, dealt anew when the ranks change: at once for a fit, with the next epoch for all else.
+"""What is left of the epoch that a fit is in: dealt anew when its ranks change, and in its checkpoints.
 
 Read in lightning 2.6.6 (tests/unit/test_lightning_data.py fails clearly if it changes):
-`trainer.connectors.data_connector._get_distributed_sampler` and `_parse_num_batches`,
+`trainer.connectors.data_connector._parse_num_batches`,
 `_FitLoop._combined_loader`, `_data_fetcher`, `max_batches`, `epoch_progress`, `setup_data` and `on_advance_end`,
-`_TrainingEpochLoop.batch_progress`, `reset` and `_should_accumulate`, `CombinedLoader.limits` and `_mode`,
-`_DataFetcher.fetched`, `length` and `done`,
-`_EvaluationLoop._combined_loader`, `setup_data` and `_on_evaluation_end`, `_PredictionLoop._combined_loader`,
-`setup_data` and `_on_predict_end`.
+`_TrainingEpochLoop.batch_progress`, `reset`, `_accumulated_batches_reached` and `_should_accumulate`,
+`CombinedLoader.limits`, `_DataFetcher.fetched`, `length` and `done`.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_warn
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_ft import lightning_internals
 from lightning_ft.comm.backend import progress
-from lightning_ft.comm.process_group import FaultTolerantProcessGroup
-from lightning_ft.data.batches import LevelBatchSampler
-from lightning_ft.data.cursor import Cursor
+from lightning_ft.data.cursor import Cursor, Member
 from lightning_ft.data.global_batch import StepShape, step_shape
-from lightning_ft.data.sampler import ElasticDistributedSampler
+from lightning_ft.lightning_deal import Deal, find_deal
+from lightning_ft.lightning_internals import run_before
 
 _warnings = WarningCache()
-_stock_sampler = data_connector._get_distributed_sampler
-
-
-def use_elastic_samplers() -> None:
-    """Have Lightning put an `ElasticDistributedSampler` where it puts a `DistributedSampler`."""
-    data_connector._get_distributed_sampler = _get_distributed_sampler
-
-
-def _get_distributed_sampler(
-    dataloader: Any,
-    shuffle: bool,  # noqa: FBT001 - Lightning's
-    overfit_batches: float,
-    mode: RunningStage | None = None,
-    **kwargs: Any,
-) -> Any:
-    stock = _stock_sampler(dataloader, shuffle, overfit_batches, mode=mode, **kwargs)
-    is_ours = isinstance(dist.group.WORLD, FaultTolerantProcessGroup) and mode != RunningStage.PREDICTING
-    if not is_ours or not isinstance(dataloader.sampler, RandomSampler | SequentialSampler):
-        return stock
-    return ElasticDistributedSampler(
-        stock.dataset, stock.num_replicas, stock.rank, stock.shuffle, stock.seed, stock.drop_last
-    )
-
-
-class _Loader(NamedTuple):
-    """What draws the batches of a loader whose data can be dealt anew in the middle of an epoch."""
-
-    sampler: ElasticDistributedSampler
-    batches: LevelBatchSampler
-    has_workers: bool
-
-
-class _Deal(NamedTuple):
-    """The loaders of a fit, all of which can be dealt anew, and how Lightning combines them."""
-
-    loaders: list[_Loader]
-    mode: str
-
-    @property
-    def num_left(self) -> int:
-        """Batches that are left of the epoch.
-
-        A loader that has ended has none left, whether it starts again beside longer ones or not.
-        """
-        return (min if self.mode == "min_size" else max)(loader.batches.num_left for loader in self.loaders)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a step has been counted."""
-        return any(loader.sampler.num_taken for loader in self.loaders)
-
-    def is_enough_for(self, num_members: int) -> bool:
-        """Whether each of so many members would have a batch."""
-        world = dist.get_world_size()
-        enough = (loader.sampler.num_left * world >= loader.batches.batch_size * num_members for loader in self.loaders)
-        return all(enough) if self.mode == "min_size" else any(enough)
-
-    def record(self, num_batches: int, contributors: Iterable[str]) -> bool:
-        """Count a step, and deal anew if somebody missed it; returns whether."""
-        for loader in self.loaders:
-            loader.sampler.record_batch(loader.batches.num_samples(num_batches), contributors)
-        return self.redeal()
-
-    def redeal(self) -> bool:
-        """Deal to the members there are; returns whether an iterator is older than the deal."""
-        are_stale = [loader.sampler.redeal() for loader in self.loaders]
-        return any(are_stale)
-
-    @property
-    def number(self) -> int:
-        """Grows whenever anything is dealt anew."""
-        return sum(loader.sampler.num_deals for loader in self.loaders)
 
 
 class EpochData:
@@ -120,13 +41,21 @@ class EpochData:
         trainer: Of the fit.
         keeps_global_batch: Whether a step has as many samples as it would have if all ranks that the fit was started
             with were there: batches are accumulated, and smaller.
+        is_exact: Whether no sample is there twice to make shares equal.
+
+    Attributes:
+        weight: Of the present batch's loss, in a step in which some ranks have more samples than others: its gradients
+            are to be a mean over samples.
 
     Raises:
         ValueError: The global batch can't be kept: a callback or the module decides when to step.
     """
 
-    def __init__(self, trainer: Trainer, *, keeps_global_batch: bool = False) -> None:
+    def __init__(self, trainer: Trainer, *, keeps_global_batch: bool = False, is_exact: bool = False) -> None:
         self._trainer = trainer
+        self._is_exact = is_exact
+        self._num_of_each: Mapping[Member, int] | None = None  # samples of the present batch, if they differ
+        self.weight = 1.0
         self._num_accumulated = trainer.accumulate_grad_batches  # as the user wants it for all ranks
         self._first_of_steps = 0  # the batch of the epoch from which on windows of accumulation are counted
         self._keeps_global_batch = keeps_global_batch
@@ -151,31 +80,17 @@ class EpochData:
         loop._should_accumulate = lambda: not self._has_gradients_left and accumulates()  # type: ignore[method-assign]
         lightning_internals.keep_in_checkpoints(fit, self.state, self._take_saved)
         lightning_internals.around_data_setup(fit, self._forget_lengths, self._restore, self._measure_restored)
-        fit.on_advance_end = _after(self._end_epoch, fit.on_advance_end)  # type: ignore[method-assign]
+        fit.on_advance_end = run_before(self._end_epoch, fit.on_advance_end)  # type: ignore[method-assign]
         loop.reset = self._without_false_warning(loop.reset)  # type: ignore[method-assign]
 
     @property
-    def deal(self) -> _Deal | None:
+    def deal(self) -> Deal | None:
         """How the batches are drawn; None if they can't be dealt anew before the next epoch.
 
         That takes loaders with a sampler that Lightning has put in, and batches that are made of what it yields one
         after the other.
         """
-        fit = self._trainer.fit_loop
-        combined = fit._combined_loader
-        if combined is None or isinstance(fit._data_fetcher, _DataLoaderIterDataFetcher):
-            return None
-        loaders = []
-        for loader in combined.flattened:
-            sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-            if type(batches) is BatchSampler and isinstance(sampler, ElasticDistributedSampler):
-                batches.__class__ = LevelBatchSampler  # a loader takes no other one
-                batches.full_size = batches.batch_size  # type: ignore[attr-defined]
-            if type(batches) is not LevelBatchSampler:
-                return None
-            batches.starts_again = combined._mode == "max_size_cycle" and len(combined.flattened) > 1
-            loaders.append(_Loader(batches.sampler, batches, loader.num_workers > 0))
-        return _Deal(loaders, combined._mode) if loaders else None
+        return find_deal(self._trainer.fit_loop, is_exact=self._is_exact)
 
     @property
     def is_at_boundary(self) -> bool:
@@ -214,6 +129,7 @@ class EpochData:
         self._has_joined = False
         if self._is_stale:
             self._draw_anew()
+        self._weigh(deal)
         if self._has_gradients_left:
             self._has_gradients_left = False
             for optimizer in self._trainer.optimizers:
@@ -232,6 +148,7 @@ class EpochData:
         deal = self.deal
         if deal is None or self._is_counted:
             return
+        self._weigh_survivors(frozenset(contributors))
         self._before_step = (self._trainer.global_step, [loader.sampler.cursor for loader in deal.loaders])
         is_stale = deal.record(self._num_open + 1, contributors)
         self._num_open, self._is_counted = 0, True
@@ -345,7 +262,7 @@ class EpochData:
     def _is_step_full(self) -> bool:
         return (self._num_done - self._first_of_steps) % self._trainer.accumulate_grad_batches == 0
 
-    def _shape_steps(self, deal: _Deal) -> bool:
+    def _shape_steps(self, deal: Deal) -> bool:
         """Have the next steps be made of what makes up the global batch; called between two steps, on all ranks.
 
         Returns: Whether batches have another size now.
@@ -369,6 +286,26 @@ class EpochData:
         self._told_shape = shape
         return before != [loader.batches.batch_size for loader in deal.loaders]
 
+    def _weigh(self, deal: Deal) -> None:
+        self._num_of_each, self.weight = deal.loaders[0].batches.num_of_each(self._num_open), 1.0
+        if self._num_of_each is not None:
+            counts = list(self._num_of_each.values())
+            self.weight = counts[deal.loaders[0].sampler.rank] * len(counts) / sum(counts)
+
+    def _weigh_survivors(self, contributors: frozenset[Member]) -> None:
+        """Make an average that some members are missing from the mean over the others' samples.
+
+        Of an accumulated step, that is right for the last batch alone.
+        """
+        if self._num_of_each is None or len(contributors) == len(self._num_of_each):
+            return
+        counts = self._num_of_each
+        num_samples = sum(counts[member] for member in contributors)
+        factor = len(contributors) * sum(counts.values()) / (len(counts) * max(1, num_samples))
+        for parameter in self._trainer.lightning_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     # -- lengths ------------------------------------------------------------------------------------------------------
 
     @property
@@ -380,7 +317,7 @@ class EpochData:
     def _num_done(self) -> int:
         return int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
-    def _measure(self, deal: _Deal, done: int) -> None:
+    def _measure(self, deal: Deal, done: int) -> None:
         """Correct the lengths that Lightning has computed when the epoch began."""
         trainer, fit = self._trainer, self._trainer.fit_loop
         total = done + max(0, deal.num_left - self._num_skipped)
@@ -418,83 +355,3 @@ def _check_steps_are_ours(trainer: Trainer) -> None:
             f"on_resize='keep_global_batch' can't be had with {what}, which decides on its own when to step. Use "
             "'keep' or 'scale_lr'."
         )
-
-
-class DataRefresher:
-    """Deals an epoch's data among the ranks there are when it begins.
-
-    An epoch that is under way keeps its deal; the next one is dealt anew, with the right lengths.
-
-    Args:
-        trainer: Its loops are changed.
-        on_dealt: Called before a loop's data are dealt, if they are.
-        on_evaluated: Called with `validation`, `test` or `predict` when the results of one are complete, before
-            anybody acts on them.
-    """
-
-    def __init__(self, trainer: Trainer, on_dealt: Callable[[], None], on_evaluated: Callable[[str], None]) -> None:
-        self._stale: set[int] = set()
-        self._on_dealt = on_dealt
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        evaluations = {
-            "validation": (validation, trainer.validate_loop),
-            "test": (trainer.test_loop,),
-            "predict": (trainer.predict_loop,),
-        }
-        self._loops: list[Any] = [trainer.fit_loop]
-        end_of_epoch = functools.partial(progress, "the end of an epoch")
-        trainer.fit_loop.on_advance_end = _after(end_of_epoch, trainer.fit_loop.on_advance_end)  # type: ignore[method-assign]
-        for stage, loops in evaluations.items():
-            for loop in loops:
-                self._loops.append(loop)
-                end = "_on_predict_end" if stage == "predict" else "_on_evaluation_end"
-                setattr(loop, end, _after(functools.partial(on_evaluated, stage), getattr(loop, end)))
-        for loop in self._loops:
-            self._wrap(loop)
-
-    def ranks_changed(self) -> None:
-        """The ranks are others from here on."""
-        self._stale = {id(loop) for loop in self._loops}
-
-    def _wrap(self, loop: Any) -> None:
-        original = loop.setup_data
-
-        def setup_data() -> None:
-            self._on_dealt()
-            while True:
-                if id(loop) in self._stale:
-                    self._forget(loop)
-                original()
-                if id(loop) not in self._stale:  # else somebody has died between the sampler's making and its length's
-                    return
-
-        loop.setup_data = setup_data
-
-    def _forget(self, loop: Any) -> None:
-        self._stale.discard(id(loop))
-        if loop._combined_loader is None:
-            return
-        for loader in loop._combined_loader.flattened:
-            sampler = getattr(loader, "sampler", None)
-            if isinstance(sampler, DistributedSampler) and not isinstance(sampler, ElasticDistributedSampler):
-                renumber_sampler(sampler, dist.get_rank(), dist.get_world_size())
-        loop._combined_loader = None
-
-
-def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
-    def both(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return then(*args, **kwargs)
-
-    return both
-
-
-def renumber_sampler(sampler: DistributedSampler[Any], rank: int, num_replicas: int) -> None:
-    """Give a sampler that a user holds on to other ranks, by its constructor's arithmetic."""
-    sampler.rank, sampler.num_replicas = rank, num_replicas
-    length = len(sampler.dataset)  # type: ignore[arg-type]
-    if sampler.drop_last and length % num_replicas:
-        sampler.num_samples = math.ceil((length - num_replicas) / num_replicas)
-    else:
-        sampler.num_samples = math.ceil(length / num_replicas)
-    sampler.total_size = sampler.num_samples * num_replicas

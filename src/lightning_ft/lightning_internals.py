@@ -182,3 +182,13 @@ def around_data_setup(
         with_loaders()
 
     fit.setup_data, fit._load_combined_loader_states = setup_data, load_states
+
+
+def run_before(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls both, in this order, and returns what the second one does."""
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return then(*args, **kwargs)
+
+    return both

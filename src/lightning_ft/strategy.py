@@ -30,16 +30,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_ft import lightning_data, lightning_internals, promotion, rejoin
+from lightning_ft import lightning_data, lightning_deal, lightning_internals, promotion, rejoin
 from lightning_ft.child import watch_agent
 from lightning_ft.comm.backend import confirm_membership, progress
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.transfer import State
-from lightning_ft.config import KEEP_GLOBAL_BATCH, Settings
+from lightning_ft.config import EXACT, KEEP_GLOBAL_BATCH, Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.faultpoints import reach
 from lightning_ft.launch.launcher import AgentLauncher
 from lightning_ft.lightning_evaluation import CompleteEvaluations
+from lightning_ft.lightning_refresh import DataRefresher
 from lightning_ft.resize import Resize
 from lightning_ft.stopping import Stopping
 
@@ -71,6 +72,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         respawn: Whether a rank whose process failed is started again, to join the others.
         max_restarts: How often, for each rank.
         on_resize: `scale_lr`: learning rates follow the number of ranks. `keep_global_batch`: steps keep their samples.
+        uneven: `exact`: no sample twice in an epoch; ranks with fewer samples in a step weigh less.
         coordinator: `host:port` of the coordinator, if the agent shall not start one at a free port.
         process_group_backend: Backend inside `ft`: `gloo`.
         event_log: File of the event log.
@@ -107,6 +109,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         respawn: bool | None = None,  # noqa: FBT001
         max_restarts: int | None = None,
         on_resize: Literal["keep", "scale_lr", "keep_global_batch"] | None = None,
+        uneven: Literal["pad", "exact"] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
@@ -124,6 +127,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             respawn=respawn,
             max_restarts=max_restarts,
             on_resize=on_resize,
+            uneven=uneven,
         )
         takers = (DistributedDataParallel.__init__, DDPStrategy.__init__)
         known = {name for taker in takers for name in inspect.signature(taker).parameters}
@@ -146,7 +150,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             **ddp_kwargs,
         )
         self._trainer: Trainer | None = None
-        self._data: lightning_data.DataRefresher | None = None
+        self._data: DataRefresher | None = None
         self._epoch_data: lightning_data.EpochData | None = None
         self._resize: Resize | None = None
         self._is_promoted = False
@@ -236,10 +240,13 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             return
         self._trainer = trainer
         if self._data is None:
-            lightning_data.use_elastic_samplers()
-            self._data = lightning_data.DataRefresher(trainer, self._on_dealt, self._on_evaluated)
-            keeps_global_batch = self.settings.on_resize == KEEP_GLOBAL_BATCH
-            self._epoch_data = lightning_data.EpochData(trainer, keeps_global_batch=keeps_global_batch)
+            lightning_deal.use_elastic_samplers()
+            self._data = DataRefresher(trainer, self._on_dealt, self._on_evaluated)
+            self._epoch_data = lightning_data.EpochData(
+                trainer,
+                keeps_global_batch=self.settings.on_resize == KEEP_GLOBAL_BATCH,
+                is_exact=self.settings.uneven == EXACT,
+            )
             self._resize = Resize(trainer, self.settings.on_resize)
             if self.group is not None:
                 CompleteEvaluations(trainer, lambda: self._group_members, self.barrier, self._on_complete)
@@ -329,6 +336,14 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with _doing("training_step"):
             return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self._epoch_data is not None and self._epoch_data.weight != 1.0:
+            closure_loss = closure_loss * self._epoch_data.weight
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(

@@ -30,6 +30,8 @@ LAYERS = (
     "checkpoint",
     "metrics",
     "lightning_internals",
+    "lightning_deal",
+    "lightning_refresh",
     "lightning_data",
     "lightning_evaluation",
     "promotion",

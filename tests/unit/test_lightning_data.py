@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from lightning_ft import lightning_data, lightning_internals
+from lightning_ft import lightning_data, lightning_internals, lightning_refresh
 from lightning_ft.data.sampler import ElasticDistributedSampler
 
 pytestmark = pytest.mark.filterwarnings("default")  # what Lightning warns of, of itself and of the test
@@ -58,7 +58,7 @@ def test_a_renumbered_sampler_is_as_if_made_anew(length: int, drop_last: bool) -
     for before, now in ((4, 3), (3, 2), (2, 5)):
         sampler = DistributedSampler(data, before, 0, drop_last=drop_last)
         expected = DistributedSampler(data, now, 1, drop_last=drop_last)
-        lightning_data.renumber_sampler(sampler, rank=1, num_replicas=now)
+        lightning_refresh.renumber_sampler(sampler, rank=1, num_replicas=now)
         assert list(sampler) == list(expected)
         assert len(sampler) == len(expected)
 
@@ -447,3 +447,54 @@ def test_who_steps_on_its_own_has_no_global_batch(options: dict[str, Any], what:
     half.trainer.strategy.connect(half)
     with pytest.raises(ValueError, match=what):
         lightning_data.EpochData(half.trainer, keeps_global_batch=True)
+
+
+class Weighed(Half):
+    """One of several ranks that deal 23 numbers; its gradient is the mean of what it draws, times a weight."""
+
+    def __init__(self, rank: int, num_members: int, length: int, dies_in: int = 99, **options: Any) -> None:
+        super().__init__(dies_in, num_members, **options)
+        self.sampler = ElasticDistributedSampler(range(length), num_members, rank, shuffle=False)  # type: ignore[arg-type]
+        redeal = self.sampler.redeal
+        self.sampler.redeal = lambda: redeal(self.members)  # type: ignore[method-assign, assignment]
+        self.data._is_exact = True
+        self.means: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        """Weigh as the strategy does."""
+        numbers = super().training_step(batch, batch_idx) * 0 + (self.net.weight * batch).mean()
+        return numbers * self.data.weight
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """Take what would be reduced with the others' and was, of a rank that is alone."""
+        self.means.append(float(self.net.weight.grad))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+@pytest.mark.parametrize(("length", "num_members"), [(24, 2), (23, 2), (22, 4), (9, 4), (10, 4), (17, 3)])
+def test_without_padding_gradients_are_means_over_samples(length: int, num_members: int, batch_size: int) -> None:
+    """Each sample is in one batch, and an average over the ranks is the mean over all samples of the step."""
+    ranks = [Weighed(rank, num_members, length) for rank in range(num_members)]
+    for rank in ranks:
+        loader = DataLoader(torch.arange(length).float()[:, None], batch_size, sampler=rank.sampler)  # type: ignore[arg-type]
+        rank.trainer.fit(rank, loader)
+    assert len({len(rank.seen) for rank in ranks}) == 1
+    seen: list[int] = []
+    for step in range(len(ranks[0].seen)):
+        true = sorted(
+            {number for rank in ranks for number in rank.seen[step] if number not in seen}
+        )  # what a rank without any has instead was there before
+        seen += true
+        mean = sum(rank.means[step] for rank in ranks) / num_members
+        assert mean == pytest.approx(sum(true) / len(true))
+    assert sorted(seen) == list(range(length))
+
+
+def test_the_mean_is_over_the_samples_of_those_that_finish_the_step() -> None:
+    """The other rank dies with one sample of the last step, in which this one has two."""
+    rank = Weighed(0, 2, 7, dies_in=1)
+    loader = DataLoader(torch.arange(7).float()[:, None], 2, sampler=rank.sampler)  # type: ignore[arg-type]
+    rank.trainer.fit(rank, loader)
+    assert rank.seen[:2] == [[0, 2], [4, 6]]
+    assert rank.means[1] == pytest.approx(5.0), "its own mean: it is alone"
+    assert sorted(number for batch in rank.seen for number in batch) == [0, 2, 4, 5, 5, 6]

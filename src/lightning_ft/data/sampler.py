@@ -146,6 +146,11 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         return self._cursor.num_left
 
     @property
+    def num_true(self) -> int:
+        """Samples that are left of the own share, without padding."""
+        return sum(map(len, self._cursor.next_of_each(self.num_left)[self.rank]))
+
+    @property
     def cursor(self) -> Cursor:
         """What the recorded steps have consumed of the epoch; never changes."""
         return self._cursor
