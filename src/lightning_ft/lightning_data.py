@@ -24,7 +24,7 @@ from lightning_ft import lightning_internals
 from lightning_ft.comm.backend import progress
 from lightning_ft.data.cursor import Cursor, Member
 from lightning_ft.data.global_batch import StepShape, step_shape
-from lightning_ft.lightning_deal import Deal, find_deal
+from lightning_ft.lightning_deal import Deal, find_deal, why_not
 from lightning_ft.lightning_internals import run_before
 
 _warnings = WarningCache()
@@ -105,8 +105,11 @@ class EpochData:
         self._is_counted = False
         deal = self.deal
         if deal is None:
-            if self._keeps_global_batch:
-                _warnings.warn("The global batch is not kept: the batches of this data loader can't be dealt anew.")
+            _warnings.warn(
+                f"When ranks come or go, {why_not(self._trainer.fit_loop)} can't be dealt anew before the next epoch: "
+                "what a dead rank leaves is not trained on, and a rank can't come back. The settings uneven and "
+                "on_resize change no batches."
+            )
             return
         is_reshaped = False
         epoch = (id(deal.loaders[0].sampler), deal.loaders[0].sampler.epoch)

@@ -1,8 +1,8 @@
 """The loaders of a fit whose data can be dealt anew, and the samplers that Lightning puts into them for that.
 
 Read in lightning 2.6.6 (tests/unit/test_lightning_data.py fails clearly if it changes):
-`trainer.connectors.data_connector._get_distributed_sampler`, `_FitLoop._combined_loader` and `_data_fetcher`, and
-`CombinedLoader._mode`.
+`trainer.connectors.data_connector._get_distributed_sampler`, `_FitLoop._combined_loader` and `_data_fetcher`,
+`CombinedLoader._mode`, and `_shutdown_workers_and_reset_iterator` of its module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import RunningStage
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.data.batches import LevelBatchSampler
@@ -116,3 +117,30 @@ def find_deal(fit: Any, *, is_exact: bool) -> Deal | None:
         batches.is_exact = is_exact and len(combined.flattened) == 1
         loaders.append(Loader(batches.sampler, batches, loader.num_workers > 0))
     return Deal(loaders, combined._mode) if loaders else None
+
+
+def why_not(fit: Any) -> str:
+    """Return what of a fit's data can't be dealt anew, if anything, for a sentence."""
+    if isinstance(fit._data_fetcher, _DataLoaderIterDataFetcher):
+        return "what a training_step draws from a dataloader_iter"
+    for loader in fit._combined_loader.flattened:
+        if not isinstance(loader, DataLoader):
+            return f"the data of a {type(loader).__name__}"
+        if isinstance(loader.dataset, IterableDataset):
+            return "an IterableDataset"
+        if type(loader.batch_sampler) not in {BatchSampler, LevelBatchSampler}:
+            return f"the batches of {type(loader.batch_sampler).__name__}"
+        if not isinstance(loader.sampler, ElasticDistributedSampler):
+            return f"what the sampler {type(loader.sampler).__name__} yields"
+    return "the data"
+
+
+def tell_shard(loader: object, rank: int, world_size: int) -> None:
+    """Have an IterableDataset yield one of so many shards, if it can: it has a method `reshard(rank, world_size)`.
+
+    Workers that hold a copy of it are ended, so that the next iterator's have the present one.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDataset) and hasattr(dataset, "reshard"):
+        _shutdown_workers_and_reset_iterator(loader)
+        dataset.reshard(rank, world_size)

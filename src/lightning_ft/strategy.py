@@ -304,6 +304,12 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             )
             self.model.register_comm_hook(self._ddp_comm_state, hook)
 
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self.group is not None:
+            lightning_deal.tell_shard(dataloader, self.global_rank, self.world_size)
+        return super().process_dataloader(dataloader)
+
     # -- training ---------------------------------------------------------------------------------------------------
 
     @override

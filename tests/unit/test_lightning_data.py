@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,9 +16,9 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
-from lightning_ft import lightning_data, lightning_internals, lightning_refresh
+from lightning_ft import lightning_data, lightning_deal, lightning_internals, lightning_refresh
 from lightning_ft.data.sampler import ElasticDistributedSampler
 
 pytestmark = pytest.mark.filterwarnings("default")  # what Lightning warns of, of itself and of the test
@@ -498,3 +499,53 @@ def test_the_mean_is_over_the_samples_of_those_that_finish_the_step() -> None:
     assert rank.seen[:2] == [[0, 2], [4, 6]]
     assert rank.means[1] == pytest.approx(5.0), "its own mean: it is alone"
     assert sorted(number for batch in rank.seen for number in batch) == [0, 2, 4, 5, 5, 6]
+
+
+class Stream(IterableDataset[int]):
+    """Its shard of the numbers from 0 on."""
+
+    shard = (0, 1)
+
+    def reshard(self, rank: int, world_size: int) -> None:
+        """Yield another shard from the next iterator on."""
+        self.shard = rank, world_size
+
+    def __iter__(self) -> Iterator[int]:
+        rank, world_size = self.shard
+        return iter(range(rank, 12, world_size))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_iterable_dataset_that_can_is_told_its_shard(num_workers: int) -> None:
+    """Also if workers that live on hold an old copy of it; one that can't is left alone."""
+    loader = DataLoader(Stream(), 2, num_workers=num_workers, persistent_workers=num_workers > 0)
+    for rank, world_size in ((0, 1), (1, 3), (1, 2)):
+        lightning_deal.tell_shard(loader, rank, world_size)
+        drawn = [number for batch in loader for number in batch.tolist()]
+        assert drawn == list(range(rank, 12, world_size))
+    lightning_deal.tell_shard(DataLoader(Numbers(), 2), 1, 3)
+    lightning_deal.tell_shard([1, 2], 1, 3)
+
+
+class Backwards(BatchSampler):
+    """A batch sampler of a user's own."""
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda _: DataLoader(Numbers(), 24), "what the sampler SequentialSampler yields"),
+        (lambda _: DataLoader(torch.utils.data.ChainDataset([Stream()])), "an IterableDataset"),
+        (
+            lambda own: DataLoader(Numbers(), batch_sampler=Backwards(own, 12, drop_last=False)),
+            "the batches of Backwards",
+        ),
+    ],
+)
+def test_what_cannot_be_dealt_anew_is_said(make: Any, what: str) -> None:
+    """Once, by what it is; and the data are what they are without us."""
+    lightning_data._warnings.clear()
+    half = Half(99)
+    half.training_step = lambda *_: None  # type: ignore[method-assign, assignment]
+    with pytest.warns(UserWarning, match=f"{what} can't be dealt anew before the next epoch"):
+        half.trainer.fit(half, make(half.sampler))
