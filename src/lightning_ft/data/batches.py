@@ -1,4 +1,4 @@
-"""Batches of an epoch whose rest was dealt anew: none is so small that the model could not take it."""
+"""Batches of an epoch that may be dealt anew: none is so small that the model could not take it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ class LevelBatchSampler(BatchSampler):
         if self.starts_again and self._ended_deal == deal:
             yield from self._batches_of(self.sampler.whole_share())
             return
-        if self.sampler.num_left:
+        if not self.sampler.num_left:
+            self.sampler.draw_nothing()
+        elif self._is_level or self.is_exact:
             yield from self._rest(iter(self.sampler))
         else:
-            self.sampler.draw_nothing()
+            yield from super().__iter__()
         self._ended_deal = deal
 
     @property
@@ -81,8 +83,7 @@ class LevelBatchSampler(BatchSampler):
             num_left -= len(batch)
             if is_padded and not num_left and len(batch) > 1:
                 batch.pop()
-            is_lone = (self._is_level or self.is_exact) and len(batch) == 1 < self.batch_size
-            yield batch * 2 if is_lone else batch
+            yield batch * 2 if len(batch) == 1 < self.batch_size else batch
 
     def _batches_of(self, indices: Iterator[int]) -> Iterator[list[int]]:
         while (batch := [*itertools.islice(indices, self.batch_size)]) and (
