@@ -69,6 +69,7 @@ class EpochData:
         self._num_skipped = 0  # batches of this epoch that were trained on before this fit was resumed
         self._saved: list[dict[str, Any]] | None = None  # in the checkpoint that this fit is resumed from
         self._is_restored = False  # the present epoch, from there
+        self._is_over = False  # the epoch that the checkpoint is of
         self._is_measured = self._are_lengths_old = False  # lengths are not those of a whole epoch; of an epoch past
         self._before_step: tuple[int, list[Cursor]] = (-1, [])  # where the last commit found the trainer and the data
         fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -81,7 +82,7 @@ class EpochData:
         lightning_internals.keep_in_checkpoints(fit, self.state, self._take_saved)
         lightning_internals.around_data_setup(fit, self._forget_lengths, self._restore, self._measure_restored)
         fit.on_advance_end = run_before(self._end_epoch, fit.on_advance_end)  # type: ignore[method-assign]
-        loop.reset = self._without_false_warning(loop.reset)  # type: ignore[method-assign]
+        loop.reset = self._reset_as_restored(loop.reset)  # type: ignore[method-assign]
 
     @property
     def deal(self) -> Deal | None:
@@ -233,13 +234,14 @@ class EpochData:
         self._shape_steps(deal)
         self._measure(deal, done)
         fit._data_fetcher.length = int(fit.max_batches)  # Lightning adds what is done to what it has fetched
-        self._are_lengths_old = fit.max_batches <= done  # the epoch is over: what follows is another
+        self._are_lengths_old = self._is_over = fit.max_batches <= done  # what follows is another epoch
 
     def _forget_lengths(self) -> None:
         """Have Lightning ask for the loader again, with the lengths of a whole epoch."""
         deal, epoch = self.deal, self._loop_epoch
         if deal is None or deal.loaders[0].sampler.epoch == epoch:
             return
+        self._is_restored = False
         for loader in deal.loaders:  # Lightning does it later, but asks for their lengths now
             loader.sampler.set_epoch(epoch)
         if self._are_lengths_old:
@@ -249,16 +251,21 @@ class EpochData:
     def _end_epoch(self) -> None:
         self._are_lengths_old, self._is_measured, self._is_restored = self._is_measured, False, False
 
-    def _without_false_warning(self, reset: Callable[[], None]) -> Callable[[], None]:
-        """Lightning takes a loader without a `state_dict` of its own for one that can't be resumed."""
+    def _reset_as_restored(self, reset: Callable[[], None]) -> Callable[[], None]:
+        """Have the epoch's loop begin as what was restored wants it."""
 
-        def reset_quietly() -> None:
+        def reset_epoch() -> None:
+            fit = self._trainer.fit_loop
+            lengths = fit.max_batches
+            if self._is_over:  # Lightning compares what is done with the length, and that is another epoch's by now
+                fit.max_batches = self._num_done
             with warnings.catch_warnings():
-                if self._is_restored:
+                if self._is_restored:  # it takes a loader without a state of its own for one that can't be resumed
                     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
                 reset()
+            fit.max_batches, self._is_over = lengths, False
 
-        return reset_quietly
+        return reset_epoch
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

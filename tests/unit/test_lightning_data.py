@@ -321,7 +321,9 @@ def test_a_resumed_fit_trains_on_what_was_left(
     assert len(rest) == -(-len(owed) // num_members)
     whole = [index for batch in resumed.seen[-num_whole:] for index in batch]
     assert whole == list(range(0, 24, num_members)), "the next epoch is a whole one"
-    assert resumed.last[-1]
+    assert resumed.trainer.num_training_batches == num_whole
+    ends = [index for index, is_last in enumerate(resumed.last) if is_last]
+    assert ends == [len(resumed.seen) - num_whole - 1, len(resumed.seen) - 1][0 if rest else 1 :]
 
 
 def test_a_cursor_that_fits_no_more_is_said_to_be_lost(tmp_path: Any) -> None:
