@@ -2,7 +2,8 @@
 
 Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if it changes):
 `trainer.connectors.data_connector._InfiniteBarrier`, `_TrainingEpochLoop._broadcast_sigterm_tensor`,
-`on_advance_end` and `_skip_next_val`,
+`on_advance_end` and `_skip_next_val`, `_FitLoop.on_save_checkpoint`, `on_load_checkpoint`, `setup_data` and
+`_load_combined_loader_states`,
 `_SignalConnector._sigterm_notifier_fn`, `_register_signal` and `received_sigterm`,
 `_TrainingEpochLoop.advance`, `rank_zero_only.rank`, and in
 `fabric.strategies.launchers.subprocess_script` `_basic_subprocess_cmd` and `_hydra_subprocess_cmd`.
@@ -131,3 +132,63 @@ def around_each_batch(trainer: Trainer, before: Callable[[], None], after: Calla
         after()
 
     loop.advance = advance  # type: ignore[method-assign]
+
+
+_IN_CHECKPOINTS = "lightning_ft"
+
+
+def keep_in_checkpoints(fit: Any, state: Callable[[], Any], take: Callable[[Any], None]) -> None:
+    """Have a fit's loop save a state of ours beside its own, and hand it back when a checkpoint is loaded.
+
+    Args:
+        fit: The loop of a fit.
+        state: Called when a checkpoint is made; None: there is nothing to save.
+        take: Called with what a checkpoint has; None: nothing.
+    """
+    save, load = fit.on_save_checkpoint, fit.on_load_checkpoint
+
+    def on_save_checkpoint() -> dict[str, Any]:
+        saved: dict[str, Any] = save()
+        ours = state()
+        return saved if ours is None else {**saved, _IN_CHECKPOINTS: ours}
+
+    def on_load_checkpoint(state_dict: dict[str, Any]) -> None:
+        take(state_dict.get(_IN_CHECKPOINTS))
+        load(state_dict)
+
+    fit.on_save_checkpoint, fit.on_load_checkpoint = on_save_checkpoint, on_load_checkpoint
+
+
+def around_data_setup(
+    fit: Any, before: Callable[[], None], with_loaders: Callable[[], None], after: Callable[[], None]
+) -> None:
+    """Have functions called when a fit sets its data up.
+
+    Args:
+        fit: The loop of a fit.
+        before: Called each time that it might.
+        with_loaders: Called when it has, but has not drawn anything.
+        after: Called each time that it might have.
+    """
+    set_up, load = fit.setup_data, fit._load_combined_loader_states
+
+    def setup_data() -> None:
+        before()
+        set_up()
+        after()
+
+    def load_states() -> None:
+        load()
+        with_loaders()
+
+    fit.setup_data, fit._load_combined_loader_states = setup_data, load_states
+
+
+def run_before(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls both, in this order, and returns what the second one does."""
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return then(*args, **kwargs)
+
+    return both
