@@ -38,7 +38,7 @@ from lightning_ft.comm.transfer import State
 from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.faultpoints import reach
-from lightning_ft.launch.launcher import AgentLauncher
+from lightning_ft.launch.launcher import AgentLauncher, member_environment
 from lightning_ft.resize import Resize
 from lightning_ft.stopping import Stopping
 
@@ -203,6 +203,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             super()._configure_launcher()
             return
         assert self.cluster_environment is not None
+        self.cluster_environment = member_environment(self.cluster_environment)
         self._launcher = AgentLauncher(self.cluster_environment, self.num_processes, self.num_nodes, self.settings)
 
     @override

@@ -63,6 +63,12 @@ def make_group(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     settings = Settings.resolve()
     missing = [name for name in _NEEDED if not os.environ.get(f"LIGHTNING_FT_{name}")]
     if missing:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise LaunchError(
+                "init_process_group('ft') failed: torchrun has started this process. Its agent kills all ranks if one "
+                "fails, so that none could survive another. Write `lightning-ft run` in the place of `torchrun`, with "
+                "the same flags."
+            )
         raise LaunchError(
             f"init_process_group('ft') failed: LIGHTNING_FT_{missing[0]} is not set, so this process was not started "
             "as a member of a job. Start the script with `lightning-ft run --nproc-per-node N script.py`, or use "

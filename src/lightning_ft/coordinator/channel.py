@@ -13,6 +13,7 @@ logger = logging.getLogger("lightning_ft")
 
 MEMBER_PATH = "/v1/member"
 AGENT_PATH = "/v1/agent"
+GATHERING_PATH = "/v1/nodes"
 TOKEN_HEADER = "Authorization"  # noqa: S105  (a name, no secret)
 VERSION_HEADER = "X-Lightning-FT-Protocol"
 

@@ -158,7 +158,10 @@ class Agent:
                 f"{settings.min_world_size}"
             )
         if settings.coordinator is None and (not host_coordinator or len(self._expected) != num_slots):
-            raise ValueError("a job of several nodes needs the setting coordinator=host:port of node 0, got None")
+            raise ValueError(
+                "a job of several nodes needs the setting coordinator=host:port of node 0, or MASTER_ADDR and "
+                "MASTER_PORT in the environment, got None"
+            )
 
     async def run(self) -> int:
         """Start the children and stay until the job is over; no child survives this call.

@@ -55,7 +55,7 @@ class CoordinatorProcess:
     def __init__(self, endpoint: str | None) -> None:
         host, port = ("127.0.0.1", 0) if endpoint is None else parse_endpoint(endpoint)
         try:
-            self._listener = _listen(host, port)
+            self._listener = listen(host, port)
         except OSError as error:
             raise errors.LaunchError(
                 f"starting the coordinator failed: can't listen on {host}:{port}: {error.strerror}. "
@@ -143,7 +143,7 @@ class CoordinatorProcess:
         )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Listen on loopback, or, for any other name of this host, on all interfaces: it may not be one to bind (NAT)."""
     if host in ("127.0.0.1", "localhost"):
         return socket.create_server(("127.0.0.1", port), backlog=1024)

@@ -114,6 +114,32 @@ class JobEnded:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class NodeArrived:
+    """Said by an agent before the job begins: its node may be a part of it.
+
+    Attributes:
+        num_slots: Members of its node.
+        node: Number of its node; None: any.
+    """
+
+    num_slots: int
+    node: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobBegins:
+    """The answer to `NodeArrived`.
+
+    Attributes:
+        node: Number of the node.
+        expected: The members that the job begins with, as ranges.
+    """
+
+    node: int
+    expected: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Welcome:
     """The coordinator's answer to `hello`, `ready` and `agent_hello`."""
 
@@ -133,6 +159,8 @@ Message = (
     | AgentDone
     | JobStopped
     | JobEnded
+    | NodeArrived
+    | JobBegins
     | Welcome
     | effects.Suspend
     | effects.CommitView
@@ -362,6 +390,8 @@ _SCHEMAS: tuple[_Schema, ...] = (
         {"reason": read.read_text, "is_failed": read.read_flag, "members": read.read_incarnations},
     ),
     _schema("job_ended", JobEnded, {"status": read.read_status}),
+    _schema("arrived", NodeArrived, {"num_slots": read.read_natural, "node": read.read_optional_natural}),
+    _schema("begins", JobBegins, {"node": read.read_natural, "expected": read.read_name}),
     _schema("welcome", Welcome, {"heartbeat_interval_s": read.read_seconds}),
     _schema("suspend", effects.Suspend, {"generation": read.read_natural, "reason": read.read_text}),
     _schema(
