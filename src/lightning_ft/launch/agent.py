@@ -1,9 +1,12 @@
 """The agent: the process that a user starts. It starts one child per device, and ends with the job's status.
 
-The agent of node 0 also keeps the coordinator running. An agent is never a rank, so that every rank is as mortal as any
-other. What a child finds in its environment:
+The agent of node 0 also keeps the coordinator running; if it is lost with its node, another node's agent starts a
+successor. An agent is never a rank, so that every rank is as mortal as any other.
+
+What a child finds in its environment:
 
     LIGHTNING_FT_COORDINATOR, LIGHTNING_FT_TOKEN     where the coordinator is, and the proof of belonging to the job
+    LIGHTNING_FT_STANDBYS                            where its successors may be (`host:port,host:port`)
     LIGHTNING_FT_MEMBER, LIGHTNING_FT_INCARNATION    who it is (`node/slot`), and its how-manieth start this is
     LIGHTNING_FT_EXPECTED                            the members the job starts with, as ranges (`0-3/0-7`)
     LIGHTNING_FT_AGENT_FD, LIGHTNING_FT_AGENT_PID    a pipe that ends when the agent does (see `child.watch_agent`)
@@ -35,9 +38,11 @@ from lightning_ft.coordinator.agent_client import AgentClient
 from lightning_ft.coordinator.ending import job_status
 from lightning_ft.errors import LaunchError
 from lightning_ft.launch.coordinator import CoordinatorProcess
+from lightning_ft.launch.standby import Standby
 from lightning_ft.launch.status import Processor, end_of, in_words, is_stopped
 from lightning_ft.membership import events
-from lightning_ft.membership.ids import as_ranges, in_order
+from lightning_ft.membership.ids import as_ranges, in_order, parse_logical_id
+from lightning_ft.membership.replication import next_term
 
 logger = logging.getLogger("lightning_ft")
 
@@ -139,6 +144,7 @@ class Agent:
         self._kills: set[asyncio.Task[None]] = set()
         self._exits: list[events.Exited] = []
         self._coordinator: CoordinatorProcess | None = None
+        self._standby: Standby | None = None
         self._client: AgentClient | None = None
         self._guard: asyncio.Task[None] | None = None
         self._num_interrupts = 0
@@ -174,10 +180,7 @@ class Agent:
         with self._forwarded_signals(), _agent_pipe() as read_fd:
             try:
                 endpoint = self._start_coordinator()
-                self._client = AgentClient(
-                    endpoint, self._token, self._node, self._settings, self._kill, computing=self._computing
-                )
-                self._client.start()
+                self._client = self._connect(endpoint)
                 self._guard = asyncio.create_task(self._guard_coordinator())
                 try:
                     self._start_children(endpoint, read_fd)
@@ -192,18 +195,53 @@ class Agent:
     def _member(self, slot: int) -> str:
         return f"{self._node}/{slot}"
 
+    @property
+    def _num_nodes(self) -> int:
+        return 1 + max(parse_logical_id(member)[0] for member in self._expected)
+
     def _start_coordinator(self) -> str:
         if not self._host_coordinator:
             return str(self._settings.coordinator)
         self._coordinator = CoordinatorProcess(self._settings.coordinator)
-        self._coordinator.start(self._job_environment())
         return self._coordinator.endpoint
 
+    def _connect(self, endpoint: str) -> AgentClient:
+        if self._num_nodes > 1:
+            try:
+                self._standby = Standby(endpoint, self._node, self._num_nodes, self._settings)
+            except OSError as error:
+                logger.warning("this node can't take a lost coordinator's place: %s", error)
+        client = AgentClient(
+            endpoint,
+            self._token,
+            self._node,
+            self._settings,
+            self._kill,
+            computing=self._computing,
+            standby="" if self._standby is None else self._standby.endpoint,
+        )
+        if self._coordinator is not None:
+            term = next_term(0, self._node, self._num_nodes) if self._num_nodes > 1 else 0
+            self._coordinator.start(self._job_environment(), "--replica", str(client.replica_id), "--term", str(term))
+        client.start()
+        return client
+
     async def _guard_coordinator(self) -> None:
+        """Replace the coordinator if it does not answer; start a successor if another node's is lost."""
         assert self._client is not None
-        while self._coordinator is not None:
+        client = self._client
+        while True:
             await asyncio.sleep(self._settings.heartbeat_interval)
-            self._coordinator.replace_if_stuck(self._client.silent_s, self._settings.heartbeat_timeout)
+            if self._coordinator is not None and self._coordinator.is_deposed:
+                coordinator, self._coordinator = self._coordinator, None
+                await coordinator.end(0.0)
+                if self._standby is not None:
+                    self._standby.renew()
+            elif self._coordinator is not None:
+                self._coordinator.replace_if_stuck(client.silent_s, self._settings.heartbeat_timeout)
+            elif self._standby is not None and not client.stopped.is_set() and self._standby.is_due(client):
+                logger.warning("the coordinator is lost: trying to take its place")
+                self._coordinator = self._standby.start(client, self._job_environment())
 
     def _start_children(self, endpoint: str, read_fd: int) -> None:
         common = self._common_environment(endpoint, read_fd)
@@ -226,6 +264,7 @@ class Agent:
             **os.environ,
             **common,
             "LOCAL_RANK": str(slot),
+            f"{ENV_PREFIX}STANDBYS": "" if self._client is None else ",".join(self._client.endpoints),
             "RANK": str(self._expected.index(member) if incarnation == 1 else len(self._expected) - 1),
             f"{ENV_PREFIX}MEMBER": member,
             f"{ENV_PREFIX}INCARNATION": str(incarnation),
@@ -297,7 +336,7 @@ class Agent:
             return False
         is_wanted = self._settings.respawn and child.incarnation <= self._settings.max_restarts
         is_over = self._client.stopped.is_set() or self._restarts_end.is_set() or self._is_ending.is_set()
-        is_cut_off = self._client.silent_s > self._settings.heartbeat_timeout  # it would find no job to join
+        is_cut_off = self._client.silent_s > self._client.succession_s  # it would find no job to join
         return is_wanted and not is_over and not is_cut_off
 
     async def _watch(self, child: _Child) -> bool:
@@ -364,13 +403,18 @@ class Agent:
         own_status = job_status(exits, [(ended.member, ended.incarnation) for ended in exits if ended.status == 0])
         if self._coordinator is None:
             # Once the job has ended the coordinator has heard of everything, and is there no more.
-            await _first_of(self._client.flush(self._settings.heartbeat_timeout), self._client.ended.wait())
-            return own_status
+            await _first_of(self._depart(self._client), self._client.ended.wait())
+            return own_status if self._client.job_status is None else self._client.job_status
         # The agents of other nodes end with their members; those of a failed job are not waited for for ever.
         waits = (self._client.ended.wait(), self._given_up.wait(), self._coordinator.ended())
         await _first_of(*waits, timeout_s=self._patience_s)
         await self._coordinator.end(self._settings.heartbeat_timeout)
         return own_status if self._client.job_status is None else self._client.job_status
+
+    async def _depart(self, client: AgentClient) -> None:
+        """Deliver the last exits, and wait until nobody needs what this agent keeps of the coordinator's decisions."""
+        if await client.flush(client.succession_s) and client.replica.term and not client.is_failed:
+            await _first_of(client.dismissed.wait(), timeout_s=client.succession_s)
 
     async def _close(self) -> None:
         if self._guard is not None:
@@ -379,6 +423,8 @@ class Agent:
             await self._client.aclose()
         if self._coordinator is not None:
             await self._coordinator.end(self._settings.heartbeat_timeout)
+        if self._standby is not None:
+            self._standby.close()
 
     def _alive(self) -> list[_Child]:
         return [child for child in self._children.values() if child.process.returncode is None]

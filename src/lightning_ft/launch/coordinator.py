@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lightning_ft import child, errors
 from lightning_ft.config import parse_endpoint
+from lightning_ft.coordinator.channel import NOT_IN_OFFICE
 from lightning_ft.coordinator.memory import make_files
 from lightning_ft.launch.status import end_of, in_words
 
@@ -42,9 +43,11 @@ class CoordinatorProcess:
 
     Args:
         endpoint: `host:port` to listen on; None: loopback, any port.
+        listener: A socket that is bound to it already.
 
     Attributes:
         endpoint: Where it is reached.
+        is_deposed: Whether it has ended since another node's coordinator has taken its place.
 
     Raises:
         LaunchError: The address can't be bound.
@@ -52,10 +55,10 @@ class CoordinatorProcess:
     Threads: the event loop's.
     """
 
-    def __init__(self, endpoint: str | None) -> None:
+    def __init__(self, endpoint: str | None, listener: socket.socket | None = None) -> None:
         host, port = ("127.0.0.1", 0) if endpoint is None else parse_endpoint(endpoint)
         try:
-            self._listener = listen(host, port)
+            self._listener = listen(host, port) if listener is None else listener
         except OSError as error:
             raise errors.LaunchError(
                 f"starting the coordinator failed: can't listen on {host}:{port}: {error.strerror}. "
@@ -65,10 +68,18 @@ class CoordinatorProcess:
         self._memory = make_files()
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
+        self._options: list[str] = []
+        self.is_deposed = False
         self._keeper: asyncio.Task[None] | None = None
 
-    def start(self, environment: Mapping[str, str]) -> None:
-        """Start it, and again whenever it dies; call it in the main thread."""
+    def start(self, environment: Mapping[str, str], *options: str) -> None:
+        """Start it, and again whenever it dies; call it in the main thread.
+
+        Args:
+            environment: Settings, token and expected members.
+            options: As in `coordinator.standalone`.
+        """
+        self._options = list(options)
         self._keeper = asyncio.get_running_loop().create_task(
             self._keep({**os.environ, **environment, "LIGHTNING_FT_MEMBER": "coordinator"})
         )
@@ -122,8 +133,9 @@ class CoordinatorProcess:
                 logger.warning("the coordinator can't be started: %s; trying again", error)
             else:
                 status = await end_of(self._process)
-                if status == 0:
-                    return  # the job is over
+                self.is_deposed = status == NOT_IN_OFFICE
+                if status == 0 or self.is_deposed:
+                    return  # the job is over, or goes on with another
                 logger.warning("the coordinator was %s; starting it again", in_words(status))
             environment = {name: text for name, text in environment.items() if name != "LIGHTNING_FT_FAIL_AT"}
             is_healthy = time.monotonic() - self._started_s > _HEALTHY_LIFE_S
@@ -133,7 +145,18 @@ class CoordinatorProcess:
     def _spawn(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         descriptors = (self._listener.fileno(), *self._memory)
         listener, *memory = map(str, descriptors)
-        command = [sys.executable, "-P", "-c", _BOOT, _SOURCE, "--listener", listener, "--memory", *memory]
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            _BOOT,
+            _SOURCE,
+            "--listener",
+            listener,
+            "--memory",
+            *memory,
+            *self._options,
+        ]
         return subprocess.Popen(
             child.tied_to_this_process(command),
             env=dict(environment),
@@ -145,10 +168,23 @@ class CoordinatorProcess:
 
 def listen(host: str, port: int) -> socket.socket:
     """Listen on loopback, or, for any other name of this host, on all interfaces: it may not be one to bind (NAT)."""
-    if host in ("127.0.0.1", "localhost"):
-        return socket.create_server(("127.0.0.1", port), backlog=1024)
-    if host == "::1":
-        return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", port), backlog=1024)
+    listener = bind(host, port)
+    listener.listen(1024)
+    return listener
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take a port as `listen` does, without listening: whoever tries it is refused."""
+    is_dual = host not in ("127.0.0.1", "localhost", "::1") and socket.has_dualstack_ipv6()
+    is_ipv6 = is_dual or host == "::1"
+    bound = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_ipv6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if is_dual else 1)
+        local = "127.0.0.1" if host == "localhost" else host
+        bound.bind((local if local in ("127.0.0.1", "::1") else "", port))
+    except OSError:
+        bound.close()
+        raise
+    return bound

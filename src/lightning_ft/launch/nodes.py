@@ -132,7 +132,7 @@ def gather(endpoint: str, terms: Terms, num_slots: int, node: int | None) -> Beg
 def _listener(endpoint: str, node: int | None) -> socket.socket | None:
     """The socket that the others come to, if this node is their host."""
     host, port = parse_endpoint(endpoint)
-    if node not in (None, 0) or (node is None and not _is_here(host)):
+    if node not in (None, 0) or (node is None and not is_here(host)):
         return None
     try:
         return listen(host, port)
@@ -142,7 +142,7 @@ def _listener(endpoint: str, node: int | None) -> socket.socket | None:
         raise LaunchError(f"starting the job failed: can't listen on {endpoint}: {error.strerror}.") from error
 
 
-def _is_here(host: str) -> bool:
+def is_here(host: str) -> bool:
     """Whether an address is one of this machine's: no other can be bound."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
