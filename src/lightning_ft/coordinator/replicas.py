@@ -44,6 +44,7 @@ class Replicas:
         self._agents: dict[int, Connection] = {}
         self._done: set[int] = set()
         self._heard_s: dict[int, float] = {}
+        self._alive_s: dict[int, float] = {}
         self._quorum_s: float | None = None
 
     @property
@@ -79,8 +80,9 @@ class Replicas:
             del self._agents[replica]
 
     def beat(self, replica: int) -> None:
-        """Say to an agent what time it is; its next heartbeat repeats it."""
+        """Note that an agent lives, and say to it what time it is; its next heartbeat repeats it."""
         if replica in self._agents:
+            self._alive_s[replica] = self._clock()
             self._agents[replica].send(wire.CoordinatorHeartbeat(max(0.0, self._clock())))
 
     def heard(self, replica: int, sent_s: float) -> None:
@@ -117,9 +119,14 @@ class Replicas:
     def lost_s(self) -> float:
         """For how long there were too few agents to decide; 0 before there were enough for the first time."""
         now_s = self._clock()
-        if self._ledger is None or self._ledger.is_quorum(self._agents):
+        if self._ledger is None or self._ledger.is_quorum(self._present()):
             self._quorum_s = now_s
         return 0.0 if self._quorum_s is None else now_s - self._quorum_s
 
+    def _present(self) -> set[int]:
+        """Whose agents answer. The silent are left out soon, so that the rest can lose others, and taken back in."""
+        since_s = self._clock() - self._duration_s / 2
+        return {replica for replica in self._agents if self._alive_s[replica] > since_s}
+
     def _wanted(self) -> set[int]:
-        return {self._home, *self._agents} - (self._done - {self._home})
+        return (self._present() - self._done) | {self._home}
