@@ -7,6 +7,8 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from lightning_ft.config import AUTO, parse_timeout
 
@@ -24,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        return _run(options)
+        return _run(options) if options.command == "run" else _coordinate(options)
     except ValueError as error:
         parser.error(str(error))
 
@@ -44,7 +46,24 @@ def _parser() -> argparse.ArgumentParser:
     _add_nodes(run)
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("--no-python", "--no_python", action="store_true", help="SCRIPT is a program, no Python script")
-    settings = run.add_argument_group("settings", "each also as environment variable LIGHTNING_FT_<NAME>")
+    _add_settings(run)
+    run.add_argument("script", metavar="SCRIPT")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
+    _add_coordinator(commands)
+    return parser
+
+
+def _add_coordinator(commands: Any) -> None:
+    service = commands.add_parser("coordinator", help="serve as the coordinator of a job, apart from its nodes")
+    service.add_argument("--listen", default="0.0.0.0:29400", metavar="HOST:PORT", help="default: 0.0.0.0:29400")
+    service.add_argument("--nnodes", type=_positive, required=True, metavar="N", help="nodes that the job starts with")
+    service.add_argument("--nproc-per-node", "--nproc_per_node", type=_positive, default=1, metavar="N")
+    service.add_argument("--state", required=True, metavar="PATH", help="directory to go on from when started again")
+    _add_settings(service)
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    settings = command.add_argument_group("settings", "each also as environment variable LIGHTNING_FT_<NAME>")
     settings.add_argument("--min-world-size", type=int, metavar="N", help="fewest members that may go on")
     settings.add_argument("--max-failures", type=int, metavar="N", help="most members that may be missing at once")
     settings.add_argument("--heartbeat-interval", type=float, metavar="S")
@@ -66,9 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--max-restarts", "--max_restarts", type=int, metavar="N", help="how often, for each member")
     settings.add_argument("--coordinator", metavar="HOST:PORT", help="where node 0's coordinator listens")
     settings.add_argument("--event-log", metavar="PATH", help="file that gets the event log")
-    run.add_argument("script", metavar="SCRIPT")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
-    return parser
 
 
 _SETTINGS = (
@@ -106,6 +122,7 @@ def _add_nodes(run: argparse.ArgumentParser) -> None:
     nodes.add_argument("--master-addr", "--master_addr", metavar="HOST", help="the same as --rdzv-endpoint")
     nodes.add_argument("--master-port", "--master_port", type=int, default=29500, metavar="PORT")
     nodes.add_argument("--local-addr", "--local_addr", metavar="HOST", help="where other nodes reach this one")
+    nodes.add_argument("--hosted", action="store_true", help="the coordinator is there (`lightning-ft coordinator`)")
     nodes.add_argument("--standalone", action="store_true", help="one node, whatever else is said")
 
 
@@ -131,6 +148,7 @@ def _run(options: argparse.Namespace) -> int:
             endpoint=_endpoint(options),
             job_id=options.rdzv_id,
             limits=options.rdzv_conf,
+            is_hosted=options.hosted,
         )
         return run_agent(
             lambda _slot: command,
@@ -139,9 +157,27 @@ def _run(options: argparse.Namespace) -> int:
             num_slots=options.nproc_per_node,
             settings=settings,
             expected_members=beginning.expected,
-            host_coordinator=beginning.node == 0,
+            host_coordinator=beginning.node == 0 and not options.hosted,
+            is_hosted=options.hosted,
+            incarnations=beginning.incarnations,
         )
     except LaunchError as error:
+        print(f"lightning-ft: {error}", file=sys.stderr)
+        return 1
+
+
+def _coordinate(options: argparse.Namespace) -> int:
+    from lightning_ft.config import Settings, parse_endpoint
+    from lightning_ft.coordinator.standalone import serve
+    from lightning_ft.event_log import say_on_console
+    from lightning_ft.launch.nodes import token_of_environment
+
+    settings = Settings.resolve(**{name: getattr(options, name) for name in _SETTINGS})
+    say_on_console()
+    members = [f"{node}/{slot}" for node in range(options.nnodes) for slot in range(options.nproc_per_node)]
+    try:
+        return serve(settings, parse_endpoint(options.listen), members, token_of_environment(), Path(options.state))
+    except OSError as error:
         print(f"lightning-ft: {error}", file=sys.stderr)
         return 1
 

@@ -149,7 +149,13 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._epoch_data: lightning_data.EpochData | None = None
         self._resize: Resize | None = None
         self._is_promoted = False
-        self._stopping = Stopping(self, self.settings.min_world_size, self.settings.heartbeat_interval, self._depart)
+        self._stopping = Stopping(
+            self,
+            self.settings.min_world_size,
+            self.settings.heartbeat_interval,
+            depart=self._depart,
+            agree=self._agree_on_requeue,
+        )
         self._evaluated_by: tuple[str, ...] = ()
         self._num_sanity_val_steps: float = 0
 
@@ -180,6 +186,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     @override
     def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment = member_environment(self.cluster_environment)
         if self.group is None and not _was_started_again():
             super().set_world_ranks()
             return
@@ -203,7 +211,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             super()._configure_launcher()
             return
         assert self.cluster_environment is not None
-        self.cluster_environment = member_environment(self.cluster_environment)
         self._launcher = AgentLauncher(self.cluster_environment, self.num_processes, self.num_nodes, self.settings)
 
     @override
@@ -405,6 +412,15 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         deal.sampler.load_state_dict(rejoin.restore(self._trainer, of_trainer))
         self._resize.told = told
         promotion.forget(self._trainer)
+
+    def _agree_on_requeue(self, own: signal.Signals | None) -> signal.Signals | None:
+        """All ranks save, and SLURM starts the job again, if any rank stops for that."""
+        assert self._trainer is not None
+        requeue = lightning_internals.requeue_signal(self._trainer)
+        if requeue is None:
+            return own
+        num = self.reduce(torch.tensor(float(own == requeue)), reduce_op="sum")
+        return requeue if float(num) > 0 else own
 
     def _depart(self) -> None:
         assert self.group is not None

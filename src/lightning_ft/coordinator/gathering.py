@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import socket
 import time
+from collections.abc import Mapping
 
 import aiohttp
 from aiohttp import web
@@ -57,10 +58,12 @@ class Beginning:
     Attributes:
         node: Number of this node.
         expected: Logical ids of all members, in order.
+        incarnations: Of the node's members, the last that the running job knows; empty if it has not begun.
     """
 
     node: int
     expected: tuple[str, ...]
+    incarnations: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -203,7 +206,7 @@ async def arrive(endpoint: str, terms: Terms, num_slots: int, node: int | None) 
                     if message.type is aiohttp.WSMsgType.TEXT:
                         begins = wire.decode(str(message.data), expect=(wire.JobBegins,))
                         assert isinstance(begins, wire.JobBegins)
-                        return Beginning(begins.node, from_ranges(begins.expected))
+                        return Beginning(begins.node, from_ranges(begins.expected), dict(begins.incarnations))
                     if message.data == aiohttp.WSCloseCode.POLICY_VIOLATION:
                         raise _refused(endpoint, str(message.extra))
                     cause = "the connection ended"
@@ -219,7 +222,6 @@ async def arrive(endpoint: str, terms: Terms, num_slots: int, node: int | None) 
 
 _REFUSALS = {
     401: "its token is not this process's (LIGHTNING_FT_TOKEN, --rdzv-id)",
-    404: "the job has begun already, without this node",
     426: "two versions of lightning_ft in one job",
 }
 

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.accepted import CLOSING_TIME_S, Connection, RefusedError, accept
-from lightning_ft.coordinator.channel import AGENT_PATH, MEMBER_PATH
+from lightning_ft.coordinator.channel import AGENT_PATH, GATHERING_PATH, MEMBER_PATH
 from lightning_ft.coordinator.ending import Ending, Identity
 from lightning_ft.coordinator.memory import Memory
 from lightning_ft.coordinator.nodes import Nodes
@@ -30,7 +30,7 @@ from lightning_ft.coordinator.replicas import Replicas
 from lightning_ft.event_log import DEFAULT_NAME, EventLog, exception_of
 from lightning_ft.faultpoints import reach
 from lightning_ft.membership import effects, events, machine, snapshot, state, wire
-from lightning_ft.membership.ids import in_order
+from lightning_ft.membership.ids import as_ranges, in_order, parse_logical_id
 from lightning_ft.membership.replication import Ledger, node_of
 from lightning_ft.membership.transitions import ALL_LEFT
 
@@ -56,12 +56,13 @@ class CoordinatorServer:
         token: Secret that peers must present.
         event_log: Where events go.
         memory: Where decisions are kept. If an earlier coordinator left some, this one goes on from there.
-        replica: Id of the replica of the agent that has started it.
+        replica: Id of the replica of the agent that has started it; None: no agent did, it is a service of its own.
         term: Its term; 0: no other node keeps its decisions, and it can have no successor.
         clock: Monotonic seconds.
 
     Attributes:
         ended: Set once the job is over, and its status told: no member is connected, and no agent has processes.
+        status: The job's, once it is over.
         is_deposed: Whether it ended because another coordinator has taken its place.
 
     Threads: one event loop's only.
@@ -75,7 +76,7 @@ class CoordinatorServer:
         event_log: EventLog,
         *,
         memory: Memory | None = None,
-        replica: int = 0,
+        replica: int | None = 0,
         term: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,15 +85,18 @@ class CoordinatorServer:
         self._event_log = event_log
         self._clock = clock
         self._memory = memory
-        self._home = node_of(replica)
+        self._home = None if replica is None else node_of(replica)
+        self._expected = tuple(expected_members)
         self.is_deposed = False
+        self.status: int | None = None
         self._outgoing: collections.deque[_Outgoing] = collections.deque()
         self._decided = 0
         start_timeout_s = max(settings.longest_timeout, START_TIMEOUT_S)
         saved = None if memory is None else memory.load()
         self._not_over_before_s = clock()
         self._next_word_s = clock() + _WORD_EVERY_S
-        self._replicas = Replicas(_ledger(saved, term, replica), replica, settings.heartbeat_timeout, clock)
+        home = replica or 0
+        self._replicas = Replicas(_ledger(saved, term, home), home, settings.heartbeat_timeout, clock)
         if memory is not None and saved is not None:
             self._state = snapshot.load(saved["core"], clock(), settings.longest_timeout, start_timeout_s)
             self._ending = Ending((member, incarnation) for member, incarnation in saved["released"])
@@ -141,7 +145,12 @@ class CoordinatorServer:
     async def start(self, listener: socket.socket) -> None:
         """Accept connections on a listening socket, and start to tick."""
         application = web.Application()
-        application.add_routes([web.get(MEMBER_PATH, self._serve_member), web.get(AGENT_PATH, self._serve_agent)])
+        routes = {
+            MEMBER_PATH: self._serve_member,
+            AGENT_PATH: self._serve_agent,
+            GATHERING_PATH: self._serve_arrival,
+        }
+        application.add_routes([web.get(path, handler) for path, handler in routes.items()])
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=CLOSING_TIME_S)
         await self._runner.setup()
         await web.SockSite(self._runner, listener, backlog=1024).start()
@@ -165,6 +174,7 @@ class CoordinatorServer:
             members = self._members_by_node().values()
             status = self._ending.status({identity for of_node in members for identity in of_node})
             self.record("job_finished", status=status)
+            self.status = status
             for agent in self._agents.values():
                 agent.send(wire.JobEnded(status))
             self.ended.set()
@@ -172,8 +182,9 @@ class CoordinatorServer:
     def _end_if_over(self) -> None:
         """The job is over when no member is connected and every agent has said that its processes have ended."""
         is_settled = self._state.phase is state.Phase.STOPPED or self._clock() >= self._not_over_before_s
-        is_known = is_settled and not self._outgoing
-        if is_known and self._home in self._agents and not self._members and set(self._agents) <= self._done:
+        # Without an agent of its own nobody has to hear of it: the agents end when their processes have ended.
+        is_told = self._state.phase is state.Phase.STOPPED if self._home is None else self._home in self._agents
+        if is_settled and is_told and not self._outgoing and not self._members and set(self._agents) <= self._done:
             self.end()
 
     def record(self, event: str, member: str | None = None, **fields: Any) -> None:
@@ -226,6 +237,27 @@ class CoordinatorServer:
                     logger.debug("the agent of node %d disconnected", node)
                     self._end_if_over()
         return connection.websocket
+
+    async def _serve_arrival(self, request: web.Request) -> web.WebSocketResponse:
+        """Tell the agent of a node which of its members the job knows already: it may not be the first of that node."""
+        connection = await accept(request, self._token, self._settings.heartbeat_timeout)
+        try:
+            arrived = await self._first(connection, (wire.NodeArrived,))
+            connection.send(self._beginning_for(arrived.node))
+            await connection.say_goodbye()
+        except RefusedError as refusal:
+            await connection.refuse(str(refusal))
+        finally:
+            connection.outbox.close()
+        return connection.websocket
+
+    def _beginning_for(self, node: int | None) -> wire.JobBegins:
+        if node not in {parse_logical_id(member)[0] for member in self._expected}:
+            raise RefusedError("the job has begun already, without this node")
+        waiting = [(joiner.member, joiner.incarnation) for joiner in self._state.joiners.scan()]
+        known = dict(self._members_by_node().get(node, []))
+        known.update({member: number for member, number in waiting if parse_logical_id(member)[0] == node})
+        return wire.JobBegins(node, as_ranges(self._expected), tuple(known.items()))
 
     def _attach_member(self, connection: Connection, identity: Identity) -> None:
         connection.peer = f"{identity[0]} (incarnation {identity[1]})"

@@ -13,10 +13,12 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightning_ft.config import ENV_PREFIX, Settings
 from lightning_ft.coordinator.channel import NOT_IN_OFFICE
-from lightning_ft.coordinator.memory import NUM_FILES, Memory
+from lightning_ft.coordinator.listening import listen
+from lightning_ft.coordinator.memory import NUM_FILES, Memory, open_files
 from lightning_ft.coordinator.replicas import unpack
 from lightning_ft.coordinator.server import CoordinatorServer
 from lightning_ft.coordinator.succession import Succession
@@ -47,6 +49,39 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     say_on_console()
     return asyncio.run(_serve(options))
+
+
+def serve(settings: Settings, endpoint: tuple[str, int], expected: Sequence[str], token: str, state: Path) -> int:
+    """Serve as a service of its own, which no agent starts, until the job is over.
+
+    Args:
+        settings: The job's.
+        endpoint: Host and port to listen on.
+        expected: Logical ids of the members that the job starts with.
+        token: The job's secret.
+        state: Directory for the decisions; whoever is started again with it goes on from them.
+
+    Returns: The job's status.
+
+    Raises:
+        OSError: The port can't be had, or the directory not written.
+    """
+    memory = Memory(open_files(state))
+
+    async def run() -> int:
+        event_log = EventLog(settings.event_log)
+        server = CoordinatorServer(settings, expected, token, event_log, memory=memory, replica=None)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.ended.set)  # to be started again, perhaps elsewhere
+        await server.start(listener)
+        await server.ended.wait()
+        await server.stop()
+        await asyncio.to_thread(event_log.close)
+        return server.status or 0
+
+    listener = listen(*endpoint)
+    return asyncio.run(run())
 
 
 async def _serve(options: argparse.Namespace) -> int:

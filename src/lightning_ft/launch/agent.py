@@ -112,6 +112,8 @@ class Agent:
         settings: The job's settings.
         expected_members: Logical ids of all members the job starts with; sorted, they are the first ranks.
         host_coordinator: Whether this agent runs the coordinator.
+        is_hosted: Whether it is a service of its own, which no node's agent can replace.
+        incarnations: Of this node's members, the last that the job knows: another agent of this node was there before.
         cwd: Directory that the commands run in; None: this process's.
         termination_grace_time: Seconds a child may take to end when it is asked to.
     """
@@ -126,6 +128,8 @@ class Agent:
         settings: Settings,
         expected_members: Sequence[str],
         host_coordinator: bool,
+        is_hosted: bool = False,
+        incarnations: Mapping[str, int] | None = None,
         cwd: str | None = None,
         termination_grace_time: float = TERMINATION_GRACE_TIME_S,
     ) -> None:
@@ -136,6 +140,8 @@ class Agent:
         self._settings = settings
         self._expected = in_order(expected_members)
         self._host_coordinator = host_coordinator
+        self._is_hosted = is_hosted
+        self._earlier = dict(incarnations or {})
         self._cwd = cwd
         self._grace_s = termination_grace_time
         self._token = os.environ.get(f"{ENV_PREFIX}TOKEN") or secrets.token_urlsafe(32)
@@ -206,7 +212,7 @@ class Agent:
         return self._coordinator.endpoint
 
     def _connect(self, endpoint: str) -> AgentClient:
-        if self._num_nodes > 1:
+        if self._num_nodes > 1 and not self._is_hosted:
             try:
                 self._standby = Standby(endpoint, self._node, self._num_nodes, self._settings)
             except OSError as error:
@@ -250,7 +256,8 @@ class Agent:
             return self._start_child(slot, incarnation, common, read_fd)
 
         for slot in range(self._num_slots):
-            self._watchers.add(asyncio.create_task(self._keep_running(start(slot, 1), start)))
+            first = self._earlier.get(self._member(slot), 0) + 1
+            self._watchers.add(asyncio.create_task(self._keep_running(start(slot, first), start)))
 
     def _start_child(self, slot: int, incarnation: int, common: Mapping[str, str], read_fd: int) -> _Child:
         member = self._member(slot)
@@ -314,27 +321,29 @@ class Agent:
     async def _keep_running(self, child: _Child, start: Callable[[int, int], _Child]) -> None:
         """Follow a slot's child to its end, and start it again as often as it may be."""
         while await self._watch(child) and self._may_restart(child):
-            pause_s = _FIRST_PAUSE_S if child.incarnation == 1 else min(_MAX_BACKOFF_S, 2.0 ** (child.incarnation - 2))
+            num_starts = self._num_starts(child)
+            pause_s = _FIRST_PAUSE_S if num_starts == 1 else min(_MAX_BACKOFF_S, 2.0 ** (num_starts - 2))
             assert self._client is not None
             waits = (self._is_ending.wait(), self._client.stopped.wait(), self._restarts_end.wait())
             await _first_of(*waits, timeout_s=pause_s)
             if not self._may_restart(child):
                 return
-            logger.info(
-                "[%s] starting it again (%d of %d)", child.member, child.incarnation, self._settings.max_restarts
-            )
+            logger.info("[%s] starting it again (%d of %d)", child.member, num_starts, self._settings.max_restarts)
             try:
                 child = start(child.slot, child.incarnation + 1)
             except LaunchError:
                 logger.exception("[%s] it stays away", child.member)
                 return
 
+    def _num_starts(self, child: _Child) -> int:
+        return child.incarnation - self._earlier.get(child.member, 0)
+
     def _may_restart(self, child: _Child) -> bool:
         assert self._client is not None
         if child.incarnation > 1 and child.process.returncode == child_module.CANNOT_JOIN_STATUS:
             logger.warning("[%s] stays away: it can't join, for the reason that it has told", child.member)
             return False
-        is_wanted = self._settings.respawn and child.incarnation <= self._settings.max_restarts
+        is_wanted = self._settings.respawn and self._num_starts(child) <= self._settings.max_restarts
         is_over = self._client.stopped.is_set() or self._restarts_end.is_set() or self._is_ending.is_set()
         is_cut_off = self._client.silent_s > self._client.succession_s  # it would find no job to join
         return is_wanted and not is_over and not is_cut_off
@@ -507,6 +516,8 @@ def run_agent(
     settings: Settings,
     expected_members: Sequence[str],
     host_coordinator: bool,
+    is_hosted: bool = False,
+    incarnations: Mapping[str, int] | None = None,
     cwd: str | None = None,
     termination_grace_time: float = TERMINATION_GRACE_TIME_S,
 ) -> int:
@@ -519,6 +530,8 @@ def run_agent(
         settings=settings,
         expected_members=expected_members,
         host_coordinator=host_coordinator,
+        is_hosted=is_hosted,
+        incarnations=incarnations,
         cwd=cwd,
         termination_grace_time=termination_grace_time,
     )

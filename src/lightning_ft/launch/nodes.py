@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from lightning_ft.config import ENV_PREFIX, Settings, parse_endpoint
 from lightning_ft.coordinator.gathering import Beginning, Host, Terms, arrive
+from lightning_ft.coordinator.listening import listen
 from lightning_ft.errors import LaunchError
-from lightning_ft.launch.coordinator import listen
 
 DEFAULT_PORT = 29400
 """Of a rendezvous endpoint that names none; as torchrun's."""
@@ -65,6 +65,7 @@ def find_nodes(
     endpoint: str | None,
     job_id: str = "",
     limits: Mapping[str, float] | None = None,
+    is_hosted: bool = False,
 ) -> tuple[Beginning, Settings]:
     """Find out who the job begins with: from the numbers alone if all are given, else by meeting the other agents.
 
@@ -76,6 +77,7 @@ def find_nodes(
         endpoint: `host:port` of the coordinator, if it was named; else `MASTER_ADDR:MASTER_PORT`.
         job_id: Nodes that give another are not of this job.
         limits: `last_call_timeout_s` and `join_timeout_s` of the meeting.
+        is_hosted: The coordinator is a service of its own, which knows who is expected.
 
     Returns: The beginning, and the settings with the coordinator.
 
@@ -86,7 +88,7 @@ def find_nodes(
     least, most = nodes
     if node is not None and not 0 <= node < most:
         raise ValueError(f"--node-rank must be from 0 to {most - 1}, got {node}")
-    if most == 1:
+    if most == 1 and not is_hosted:
         return Beginning(0, tuple(f"0/{slot}" for slot in range(num_slots))), settings
     endpoint = settings.coordinator or endpoint or master_endpoint()
     if endpoint is None:
@@ -98,9 +100,13 @@ def find_nodes(
     if job_id:
         token = os.environ[f"{ENV_PREFIX}TOKEN"] = f"{token}:{job_id}"
     settings = dataclasses.replace(settings, coordinator=endpoint)
+    terms = Terms(token, least, most, **(limits or {}))
+    if is_hosted:
+        if node is None:
+            raise ValueError("with a coordinator of its own each node needs its number: --node-rank")
+        return asyncio.run(arrive(endpoint, terms, num_slots, node)), settings
     if node is not None and least == most:
         return Beginning(node, tuple(f"{n}/{slot}" for n in range(most) for slot in range(num_slots))), settings
-    terms = Terms(token, least, most, **(limits or {}))
     return gather(endpoint, terms, num_slots, node), settings
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from lightning_ft.config import Settings, parse_endpoint
 from lightning_ft.coordinator.agent_client import AgentClient
 from lightning_ft.coordinator.channel import reachable_host
-from lightning_ft.launch.coordinator import CoordinatorProcess, bind
+from lightning_ft.coordinator.listening import bind
+from lightning_ft.launch.coordinator import CoordinatorProcess
 from lightning_ft.launch.nodes import is_here, join_endpoint
 from lightning_ft.membership.replication import next_term, node_of
 

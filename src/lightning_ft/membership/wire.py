@@ -142,10 +142,12 @@ class JobBegins:
     Attributes:
         node: Number of the node.
         expected: The members that the job begins with, as ranges.
+        incarnations: Of the node's members, the last that are known, if this agent is not the node's first.
     """
 
     node: int
     expected: str
+    incarnations: tuple[tuple[str, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -464,7 +466,11 @@ _SCHEMAS: tuple[_Schema, ...] = (
     ),
     _schema("job_ended", JobEnded, {"status": read.read_status}),
     _schema("arrived", NodeArrived, {"num_slots": read.read_natural, "node": read.read_optional_natural}),
-    _schema("begins", JobBegins, {"node": read.read_natural, "expected": read.read_name}),
+    _schema(
+        "begins",
+        JobBegins,
+        {"node": read.read_natural, "expected": read.read_name, "incarnations": read.read_incarnations},
+    ),
     _schema("welcome", Welcome, {"heartbeat_interval_s": read.read_seconds, "term": read.read_natural}),
     _schema(
         "entry",
