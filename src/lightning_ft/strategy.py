@@ -10,6 +10,7 @@ import logging
 import os
 import pathlib
 import pickle
+import signal
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
