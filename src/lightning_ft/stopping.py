@@ -25,8 +25,8 @@ class Fit(Protocol):
 class Stopping:
     """Passes signals on with the steps' commits, so that all ranks act upon them between the same two batches.
 
-    SIGINT, or SLURM's signal before the end of its time, asks all ranks to stop. SIGTERM asks this one to leave; if that
-    leaves too few, or none, all stop. Ranks that are all asked don't hear of it at the same step, so that one waits for
+    SIGINT, or SLURM's signal before the job's time is over, asks all ranks to stop. SIGTERM asks this one to leave; if
+    that leaves too few, or none, all stop. Ranks that are all asked don't hear of it at the same step: one waits for
     another, and for a moment.
 
     Args:
