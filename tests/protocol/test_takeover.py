@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from lightning_ft.membership.replication import Candidacy, Entry, Ledger, Replica, is_quorum, next_term
+from lightning_ft.membership.replication import Candidacy, Entry, Ledger, Replica, next_term
 
 NUM_SCHEDULES = int(os.environ.get("SIM_SCHEDULES", "750"))
 CHUNK = 250
@@ -136,19 +136,3 @@ def test_no_coordinator_contradicts_another(first: int) -> None:
         num_successors += sum(bool(later.told) for later in schedule.coordinators[1:])
     assert num_told > CHUNK
     assert num_successors > CHUNK / 5, "successors get to decide, too"
-
-
-@pytest.mark.parametrize("num_nodes", range(1, 6))
-def test_two_quorums_have_a_node_in_common(num_nodes: int) -> None:
-    """Of two disjoint sets of nodes at most one is a quorum."""
-    for bits in range(2**num_nodes):
-        ours = [node for node in range(num_nodes) if bits >> node & 1]
-        others = [node for node in range(num_nodes) if not bits >> node & 1]
-        assert is_quorum(range(num_nodes), ours) != is_quorum(range(num_nodes), others)
-
-
-def test_terms_belong_to_one_node() -> None:
-    """Two nodes never have the same."""
-    terms = [next_term(term, node, 4) for term in range(9) for node in range(4)]
-    assert all(next_term(term - 1, term % 4, 4) == term for term in terms)
-    assert {next_term(5, node, 4) for node in range(4)} == {6, 7, 8, 9}

@@ -130,11 +130,6 @@ class Ledger:
         """Whether it is open who keeps entries from now on."""
         return self._before != self.replicas
 
-    @property
-    def number(self) -> int:
-        """Of the newest entry."""
-        return self._number
-
     def propose(self, text: str, replicas: Iterable[int]) -> Entry:
         """Write an entry, to be sent to all replicas.
 

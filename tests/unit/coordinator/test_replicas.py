@@ -8,7 +8,7 @@ import pytest
 
 from lightning_ft.coordinator.replicas import Replicas, pack, unpack
 from lightning_ft.membership import wire
-from lightning_ft.membership.replication import Entry, Ledger, node_of, replica_id
+from lightning_ft.membership.replication import Entry, Ledger, replica_id
 
 HOME, SECOND, THIRD = (replica_id(node, 7) for node in range(3))
 
@@ -125,9 +125,3 @@ def test_alone_everything_holds_at_once() -> None:
     assert alone.has_lease
     assert not alone.are_outdated
     assert not alone.kept(HOME, 1)
-
-
-def test_ids_of_replicas_are_sorted_by_node() -> None:
-    """The one of the lowest node decides between two halves."""
-    assert HOME < SECOND < THIRD
-    assert node_of(replica_id(3, 2**32 - 1)) == 3
