@@ -90,7 +90,6 @@ class CoordinatorServer:
         self.is_deposed = False
         self.status: int | None = None
         self._outgoing: collections.deque[_Outgoing] = collections.deque()
-        self._decided = 0
         start_timeout_s = max(settings.longest_timeout, START_TIMEOUT_S)
         saved = None if memory is None else memory.load()
         self._not_over_before_s = clock()
@@ -107,25 +106,28 @@ class CoordinatorServer:
                 event_log.open(saved["event_log"])
             event_log.resume(saved["lines"])
             self.record("coordinator_restarted")
-            self._save()
         else:
             self._state = state.initial(expected_members, clock(), start_timeout_s)
             self._ending = Ending()
             shown = {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
             self.record("job_started", members=list(self._state.view.members), settings=shown)
-            self._save()
         self._standbys: dict[int, str] = {}
         self._members: dict[Identity, Connection] = {}
         self._agents: dict[int, Connection] = {}
         self._done: set[int] = set()
         self._nodes = Nodes(settings.heartbeat_timeout)
-        self._kills = {(kill.member, kill.incarnation): kill for kill in snapshot.pending_kills(self._state)}
+        self._kills: dict[Identity, effects.Kill] = {}
         self._probes: dict[Identity, asyncio.Task[None]] = {}
         self._refusals: dict[str, str] = {}
         self._runner: web.AppRunner | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._is_closing = False
         self.ended = asyncio.Event()
+        self._decided = self._save()  # the last coordinator may have kept it here alone
+        again = [(kill, kill.incarnation) for kill in snapshot.pending_kills(self._state)]
+        is_stop = self._state.phase is state.Phase.STOPPED
+        self._outgoing.append(_Outgoing(self._decided, [], again, events.Tick(), is_stop))
+        self._carry_out()
 
     @property
     def generation(self) -> int:
