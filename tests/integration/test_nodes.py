@@ -227,8 +227,8 @@ def test_pods_are_started_again(stage: Stage) -> None:
     assert stage.wait_for_notes("view1", "0/0", "1/0") == ["0/0 1/0"] * 2
     pods[1].kill()
     assert stage.wait_for_notes("view2", "0/0") == ["0/0"]
-    coordinator.kill()
-    coordinator.wait()
+    coordinator.terminate()
+    assert coordinator.wait(DEADLINE_S) == 128 + signal.SIGTERM, "the job is not over"
     coordinator = start(service)
     pods[1] = start(agent, 1)
     assert stage.wait_for_notes("view3", "0/0", "1/0") == ["0/0 1/0"] * 2

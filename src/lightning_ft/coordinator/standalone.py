@@ -61,7 +61,7 @@ def serve(settings: Settings, endpoint: tuple[str, int], expected: Sequence[str]
         token: The job's secret.
         state: Directory for the decisions; whoever is started again with it goes on from them.
 
-    Returns: The job's status.
+    Returns: 0 when the job is over, whatever its status; 143 if this process was asked to end before.
 
     Raises:
         OSError: The port can't be had, or the directory not written.
@@ -78,7 +78,7 @@ def serve(settings: Settings, endpoint: tuple[str, int], expected: Sequence[str]
         await server.ended.wait()
         await server.stop()
         await asyncio.to_thread(event_log.close)
-        return server.status or 0
+        return 128 + signal.SIGTERM if server.status is None else 0
 
     listener = listen(*endpoint)
     return asyncio.run(run())
