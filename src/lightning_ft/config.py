@@ -220,6 +220,7 @@ _OTHER_VARIABLES = {
     "INCARNATION",
     "MEMBER",
     "STACKS_FD",
+    "STANDBYS",
     "TOKEN",
 }
 """What else is read from the environment, here and in other modules."""

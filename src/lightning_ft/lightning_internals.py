@@ -4,7 +4,7 @@ Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if
 `trainer.connectors.data_connector._InfiniteBarrier`, `_TrainingEpochLoop._broadcast_sigterm_tensor`,
 `on_advance_end` and `_skip_next_val`, `_FitLoop.on_save_checkpoint`, `on_load_checkpoint`, `setup_data` and
 `_load_combined_loader_states`,
-`_SignalConnector._sigterm_notifier_fn`, `_register_signal` and `received_sigterm`,
+`_SignalConnector._sigterm_notifier_fn`, `_slurm_sigusr_handler_fn`, `_register_signal` and `received_sigterm`,
 `_TrainingEpochLoop.advance`, `rank_zero_only.rank`, and in
 `fabric.strategies.launchers.subprocess_script` `_basic_subprocess_cmd` and `_hydra_subprocess_cmd`.
 """
@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, Self
 
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.pytorch import Trainer
@@ -66,19 +67,28 @@ def rank_zero_rank() -> int | None:
     return rank
 
 
+def requeue_signal(trainer: Trainer) -> signal.Signals | None:
+    """Return the signal at which Lightning saves a checkpoint and has SLURM start the job again, if it does so."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return None
+    return environment.requeue_signal
+
+
 def take_stop_signals(trainer: Trainer, stopping: Stopping) -> None:
     """Take SIGTERM and SIGINT out of Lightning's hands.
 
     For SIGTERM it broadcasts a flag at every batch, and again from within the signal handler, where it meets any other
     collective; SIGINT ends each rank wherever it is. Here the handler only notes the signal; all ranks learn it with a
     step's commit, and whoever is to stop does so at the end of a batch, before a validation. A second SIGINT is
-    Python's own.
+    Python's own. So is SLURM's signal before the end of its time, at which Lightning saves within the signal handler.
 
     Args:
         trainer: Before its signal handlers are registered.
         stopping: Is told of each signal, asked at the end of each batch, and told when handlers are in place.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    requeue = connector._slurm_sigusr_handler_fn
     register, on_advance_end = connector.register_signal_handlers, loop.on_advance_end
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -99,9 +109,12 @@ def take_stop_signals(trainer: Trainer, stopping: Stopping) -> None:
         if reason == signal.SIGINT:
             raise KeyboardInterrupt
         if reason is not None:
+            if reason == requeue_signal(trainer):
+                requeue(reason, None)  # type: ignore[arg-type]  # it does not use the frame
             connector.received_sigterm = True
             raise SIGTERMException
 
+    connector._slurm_sigusr_handler_fn = note  # type: ignore[method-assign, assignment]
     connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
     connector.register_signal_handlers = register_all  # type: ignore[method-assign]
     loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ import logging
 import os
 import pathlib
 import pickle
+import signal
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -38,7 +39,7 @@ from lightning_ft.comm.transfer import State
 from lightning_ft.config import EXACT, KEEP_GLOBAL_BATCH, Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.faultpoints import reach
-from lightning_ft.launch.launcher import AgentLauncher
+from lightning_ft.launch.launcher import AgentLauncher, member_environment
 from lightning_ft.lightning_evaluation import CompleteEvaluations
 from lightning_ft.lightning_refresh import DataRefresher
 from lightning_ft.resize import Resize
@@ -154,7 +155,13 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._epoch_data: lightning_data.EpochData | None = None
         self._resize: Resize | None = None
         self._is_promoted = False
-        self._stopping = Stopping(self, self.settings.min_world_size, self.settings.heartbeat_interval, self._depart)
+        self._stopping = Stopping(
+            self,
+            self.settings.min_world_size,
+            self.settings.heartbeat_interval,
+            depart=self._depart,
+            agree=self._agree_on_requeue,
+        )
         self._evaluated_by: tuple[str, ...] = ()
         self._num_sanity_val_steps: float = 0
 
@@ -185,6 +192,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     @override
     def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment = member_environment(self.cluster_environment)
         if self.group is None and not _was_started_again():
             super().set_world_ranks()
             return
@@ -424,6 +433,15 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._epoch_data.load(rejoin.restore(self._trainer, of_trainer))
         self._resize.told = told
         promotion.forget(self._trainer)
+
+    def _agree_on_requeue(self, own: signal.Signals | None) -> signal.Signals | None:
+        """All ranks save, and SLURM starts the job again, if any rank stops for that."""
+        assert self._trainer is not None
+        requeue = lightning_internals.requeue_signal(self._trainer)
+        if requeue is None:
+            return own
+        num = self.reduce(torch.tensor(float(own == requeue)), reduce_op="sum")
+        return requeue if float(num) > 0 else own
 
     def _depart(self) -> None:
         assert self.group is not None

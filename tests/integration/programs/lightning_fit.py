@@ -1,8 +1,8 @@
 """A small Lightning run that writes down everything a checker needs.
 
-    lightning_fit.py OUT [--strategy ft_ddp|ddp] [--devices N] [--case NAME]... [--epochs N] [--workers N]
-                     [--logger csv|tensorboard] [--test] [--predict] [--skip-fit] [--hold] [--save-every N]
-                     [--resume CHECKPOINT]
+    lightning_fit.py OUT [--strategy ft_ddp|ddp] [--devices N] [--num-nodes N] [--case NAME]... [--epochs N]
+                     [--workers N] [--logger csv|tensorboard] [--test] [--predict] [--skip-fit] [--hold]
+                     [--save-every N] [--resume CHECKPOINT]
 
 Cases train one after the other in the same processes: `adamw`, `batchnorm`, `accumulate`, `manual`, `hook`. Each member
 appends JSON lines to OUT/<node>-<slot>.jsonl; rank 0 saves OUT/<case>.pt. With --hold the batches are slow while ranks
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--strategy", default="ft_ddp")
     parser.add_argument("--devices", type=int, default=3)
+    parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--case", action="append")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--workers", type=int, default=0)
@@ -179,8 +180,8 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--resume")
     arguments = parser.parse_args()
-    slot = os.environ.get("LOCAL_RANK", "0")
-    log = (arguments.out / f"0-{slot}.jsonl").open("a")
+    member = os.environ.get("LIGHTNING_FT_MEMBER", f"0/{os.environ.get('LOCAL_RANK', '0')}")
+    log = (arguments.out / f"{member.replace('/', '-')}.jsonl").open("a")
 
     def write(**line: object) -> None:
         log.write(json.dumps({"time": time.time(), **line}) + "\n")
@@ -193,6 +194,7 @@ def main() -> None:
         trainer = L.Trainer(
             strategy=make_strategy(arguments.strategy, case),
             devices=arguments.devices,
+            num_nodes=arguments.num_nodes,
             accelerator="cpu",
             max_epochs=arguments.epochs,
             accumulate_grad_batches=3 if case == "accumulate" else 1,
