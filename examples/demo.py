@@ -172,6 +172,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "view_committed": _view,
     "recovered": _recovered,
     "members_admitted": _admitted,
+    "evaluation_redealt": lambda event: f"the others have evaluated the {event['num_samples']} samples of the dead",
     "evaluation_incomplete": lambda event: f"the {event['stage']} covers {event['coverage']:.0%} of its data",
     "job_stopped": lambda event: f"there will be no other view: {event['reason']}",
     "job_finished": lambda event: f"the job ends with status {event['status']}",

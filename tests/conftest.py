@@ -25,6 +25,7 @@ LIGHT = (
     "test_data.py",
     "test_kill_points.py",
     "test_launch_ways.py",
+    "test_nodes.py",
     "test_rejoin.py",
     "test_store_processes.py",
 )

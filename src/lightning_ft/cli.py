@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from lightning_ft.config import AUTO, parse_timeout
 
@@ -23,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        return _run(options)
+        return _run(options) if options.command == "run" else _coordinate(options)
     except ValueError as error:
         parser.error(str(error))
 
@@ -38,12 +41,29 @@ def _parser() -> argparse.ArgumentParser:
         usage="lightning-ft run [options] (SCRIPT | -m MODULE) [arguments ...]",
     )
     run.add_argument(
-        "--nproc-per-node", "--nproc_per_node", type=_positive, default=1, metavar="N", help="processes (default: 1)"
+        "--nproc-per-node", "--nproc_per_node", type=_num_slots, default=1, metavar="N", help="processes (default: 1)"
     )
-    run.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="nodes of the job, each with N processes")
-    run.add_argument("--node-rank", "--node_rank", type=int, default=0, metavar="I", help="0 hosts the coordinator")
+    _add_nodes(run)
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
-    settings = run.add_argument_group("settings", "each also as environment variable LIGHTNING_FT_<NAME>")
+    run.add_argument("--no-python", "--no_python", action="store_true", help="SCRIPT is a program, no Python script")
+    _add_settings(run)
+    run.add_argument("script", metavar="SCRIPT")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
+    _add_coordinator(commands)
+    return parser
+
+
+def _add_coordinator(commands: Any) -> None:
+    service = commands.add_parser("coordinator", help="serve as the coordinator of a job, apart from its nodes")
+    service.add_argument("--listen", default="0.0.0.0:29400", metavar="HOST:PORT", help="default: 0.0.0.0:29400")
+    service.add_argument("--nnodes", type=_positive, required=True, metavar="N", help="nodes that the job starts with")
+    service.add_argument("--nproc-per-node", "--nproc_per_node", type=_positive, default=1, metavar="N")
+    service.add_argument("--state", required=True, metavar="PATH", help="directory to go on from when started again")
+    _add_settings(service)
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    settings = command.add_argument_group("settings", "each also as environment variable LIGHTNING_FT_<NAME>")
     settings.add_argument("--min-world-size", type=int, metavar="N", help="fewest members that may go on")
     settings.add_argument("--max-failures", type=int, metavar="N", help="most members that may be missing at once")
     settings.add_argument("--heartbeat-interval", type=float, metavar="S")
@@ -65,9 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--max-restarts", "--max_restarts", type=int, metavar="N", help="how often, for each member")
     settings.add_argument("--coordinator", metavar="HOST:PORT", help="where node 0's coordinator listens")
     settings.add_argument("--event-log", metavar="PATH", help="file that gets the event log")
-    run.add_argument("script", metavar="SCRIPT")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
-    return parser
 
 
 _SETTINGS = (
@@ -85,31 +102,113 @@ _SETTINGS = (
 )
 
 
+def _add_nodes(run: argparse.ArgumentParser) -> None:
+    nodes = run.add_argument_group("several nodes", "as torchrun's; all need the same LIGHTNING_FT_TOKEN, a secret")
+    nodes.add_argument("--nnodes", type=_nodes, default=(1, 1), metavar="N|MIN:MAX", help="nodes of the job")
+    nodes.add_argument(
+        "--node-rank", "--node_rank", type=int, metavar="I", help="0 hosts the coordinator; default: in any order"
+    )
+    nodes.add_argument(
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        metavar="HOST[:PORT]",
+        help="of the coordinator (port: 29400)",
+    )
+    nodes.add_argument("--rdzv-id", "--rdzv_id", default="", metavar="ID", help="nodes of another are refused")
+    nodes.add_argument("--rdzv-backend", "--rdzv_backend", choices=("c10d", "static"), help="makes no difference")
+    nodes.add_argument(
+        "--rdzv-conf", "--rdzv_conf", type=_rdzv_conf, default={}, metavar="last_call_timeout=S,join_timeout=S"
+    )
+    nodes.add_argument("--master-addr", "--master_addr", metavar="HOST", help="the same as --rdzv-endpoint")
+    nodes.add_argument("--master-port", "--master_port", type=int, default=29500, metavar="PORT")
+    nodes.add_argument("--local-addr", "--local_addr", metavar="HOST", help="where other nodes reach this one")
+    nodes.add_argument("--hosted", action="store_true", help="the coordinator is there (`lightning-ft coordinator`)")
+    nodes.add_argument("--standalone", action="store_true", help="one node, whatever else is said")
+
+
 def _run(options: argparse.Namespace) -> int:
     from lightning_ft.config import Settings
     from lightning_ft.errors import LaunchError
     from lightning_ft.event_log import say_on_console
     from lightning_ft.launch.agent import run_agent
+    from lightning_ft.launch.nodes import find_nodes
 
-    if not 0 <= options.node_rank < options.nnodes:
-        raise ValueError(f"--node-rank must be from 0 to {options.nnodes - 1}, got {options.node_rank}")
     settings = Settings.resolve(**{name: getattr(options, name) for name in _SETTINGS})
     say_on_console()
-    command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
-    num_slots = options.nproc_per_node
+    interpreter = [] if options.no_python else [sys.executable, *(["-m"] if options.module else [])]
+    command = [*interpreter, options.script, *options.arguments]
+    if options.local_addr:
+        os.environ["LIGHTNING_FT_HOST"] = options.local_addr
     try:
+        beginning, settings = find_nodes(
+            settings,
+            nodes=(1, 1) if options.standalone else options.nnodes,
+            node=options.node_rank,
+            num_slots=options.nproc_per_node,
+            endpoint=_endpoint(options),
+            job_id=options.rdzv_id,
+            limits=options.rdzv_conf,
+            is_hosted=options.hosted,
+        )
         return run_agent(
             lambda _slot: command,
             lambda _slot: {},
-            node=options.node_rank,
-            num_slots=num_slots,
+            node=beginning.node,
+            num_slots=options.nproc_per_node,
             settings=settings,
-            expected_members=[f"{node}/{slot}" for node in range(options.nnodes) for slot in range(num_slots)],
-            host_coordinator=options.node_rank == 0,
+            expected_members=beginning.expected,
+            host_coordinator=beginning.node == 0 and not options.hosted,
+            is_hosted=options.hosted,
+            incarnations=beginning.incarnations,
         )
     except LaunchError as error:
         print(f"lightning-ft: {error}", file=sys.stderr)
         return 1
+
+
+def _coordinate(options: argparse.Namespace) -> int:
+    from lightning_ft.config import Settings, parse_endpoint
+    from lightning_ft.coordinator.standalone import serve
+    from lightning_ft.event_log import say_on_console
+    from lightning_ft.launch.nodes import token_of_environment
+
+    settings = Settings.resolve(**{name: getattr(options, name) for name in _SETTINGS})
+    say_on_console()
+    members = [f"{node}/{slot}" for node in range(options.nnodes) for slot in range(options.nproc_per_node)]
+    try:
+        return serve(settings, parse_endpoint(options.listen), members, token_of_environment(), Path(options.state))
+    except OSError as error:
+        print(f"lightning-ft: {error}", file=sys.stderr)
+        return 1
+
+
+def _endpoint(options: argparse.Namespace) -> str | None:
+    from lightning_ft.launch.nodes import complete_endpoint, join_endpoint
+
+    if options.rdzv_endpoint:
+        return complete_endpoint(options.rdzv_endpoint)
+    return join_endpoint(options.master_addr, options.master_port) if options.master_addr else None
+
+
+def _num_slots(text: str) -> int:
+    return os.cpu_count() or 1 if text in ("auto", "cpu") else _positive(text)
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    least, separator, most = text.partition(":")
+    numbers = _positive(least), _positive(most if separator else least)
+    if numbers[0] > numbers[1]:
+        raise argparse.ArgumentTypeError(f"expected MIN <= MAX, got {text!r}")
+    return numbers
+
+
+def _rdzv_conf(text: str) -> dict[str, float]:
+    known = {"last_call_timeout", "join_timeout"}
+    pairs = dict(pair.partition("=")[::2] for pair in text.split(",") if pair)
+    try:
+        return {f"{name.strip()}_s": float(value) for name, value in pairs.items() if name.strip() in known}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected last_call_timeout=S,join_timeout=S, got {text!r}") from None
 
 
 def _positive(text: str) -> int:

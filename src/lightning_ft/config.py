@@ -16,8 +16,11 @@ ENV_PREFIX = "LIGHTNING_FT_"
 AUTO = "auto"
 """Value of the setting `timeout` that has it learned."""
 
-KEEP, SCALE_LR = "keep", "scale_lr"
+KEEP, SCALE_LR, KEEP_GLOBAL_BATCH = ON_RESIZE = "keep", "scale_lr", "keep_global_batch"
 """Values of the setting `on_resize`."""
+
+PAD, EXACT = UNEVEN = "pad", "exact"
+"""Values of the setting `uneven`."""
 
 _LONGEST = 1800.0
 
@@ -44,8 +47,10 @@ class Settings:
         evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
         respawn: Whether the agent starts a member again whose process failed; it then joins the job that runs.
         max_restarts: How often it does so for each logical id, >= 0.
-        on_resize: What a fit does with its learning rates when its ranks change: `keep`, or `scale_lr`, in proportion
-            to the number of ranks.
+        on_resize: What a fit does when its ranks change: `keep`; `scale_lr`: learning rates in proportion to their
+            number; `keep_global_batch`: as many samples in a step as with all ranks.
+        uneven: What a fit does if its samples can't be dealt evenly: `pad`: some of them twice, as `DistributedSampler`
+            does it; `exact`: each once, and ranks with fewer in a step weigh less in its gradients.
         coordinator: `host:port` of the coordinator; None: the agent starts one.
         process_group_backend: Backend inside `ft` (`gloo`); None: chosen by device.
         event_log: File that gets the event log; None: `ft_events.jsonl` in the run's log directory.
@@ -65,6 +70,7 @@ class Settings:
     respawn: bool = True
     max_restarts: int = 3
     on_resize: str = KEEP
+    uneven: str = PAD
     coordinator: str | None = None
     process_group_backend: str | None = None
     event_log: str | None = None
@@ -88,8 +94,8 @@ class Settings:
                 f"heartbeat_interval={self.heartbeat_interval!r}, heartbeat_timeout={self.heartbeat_timeout!r}, "
                 f"timeout={self.timeout!r}"
             )
-        if self.on_resize not in {KEEP, SCALE_LR}:
-            raise ValueError(f"on_resize must be {KEEP!r} or {SCALE_LR!r}, got {self.on_resize!r}")
+        _check_one_of("on_resize", self.on_resize, ON_RESIZE)
+        _check_one_of("uneven", self.uneven, UNEVEN)
         if self.coordinator is not None:
             parse_endpoint(self.coordinator)
         if self.process_group_backend not in (None, "gloo"):
@@ -178,6 +184,11 @@ def _flag(text: str) -> bool:
     return flags[text.lower()]
 
 
+def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
 def _optional_int(text: str) -> int | None:
     return None if text.lower() == "none" else int(text)
 
@@ -193,6 +204,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "respawn": _flag,
     "max_restarts": int,
     "on_resize": str,
+    "uneven": str,
     "coordinator": str,
     "process_group_backend": str,
     "event_log": str,
@@ -208,6 +220,7 @@ _OTHER_VARIABLES = {
     "INCARNATION",
     "MEMBER",
     "STACKS_FD",
+    "STANDBYS",
     "TOKEN",
 }
 """What else is read from the environment, here and in other modules."""

@@ -230,6 +230,10 @@ _SENTENCES: dict[str, tuple[int, str]] = {
     "job_started": (logging.INFO, "the job starts with {members}"),
     "job_finished": (logging.INFO, "the job ended with status {status}"),
     "recovered": (logging.INFO, "training goes on in step {step}, {latency_s} s after it was suspended"),
+    "evaluation_redealt": (
+        logging.WARNING,
+        "{missing} died during a {stage}: the others have evaluated all of their share, {num_samples} samples",
+    ),
     "evaluation_incomplete": (logging.WARNING, "the {stage} covers {coverage} of the data: {missing} died during it"),
     "failed": (logging.WARNING, "the process fails with {exception}"),
     "member_joined": (logging.DEBUG, "joined the job"),

@@ -2,8 +2,9 @@
 
 Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if it changes):
 `trainer.connectors.data_connector._InfiniteBarrier`, `_TrainingEpochLoop._broadcast_sigterm_tensor`,
-`on_advance_end` and `_skip_next_val`,
-`_SignalConnector._sigterm_notifier_fn`, `_register_signal` and `received_sigterm`,
+`on_advance_end` and `_skip_next_val`, `_FitLoop.on_save_checkpoint`, `on_load_checkpoint`, `setup_data` and
+`_load_combined_loader_states`,
+`_SignalConnector._sigterm_notifier_fn`, `_slurm_sigusr_handler_fn`, `_register_signal` and `received_sigterm`,
 `_TrainingEpochLoop.advance`, `rank_zero_only.rank`, and in
 `fabric.strategies.launchers.subprocess_script` `_basic_subprocess_cmd` and `_hydra_subprocess_cmd`.
 """
@@ -16,6 +17,7 @@ from types import FrameType
 from typing import Any, Self
 
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.pytorch import Trainer
@@ -65,19 +67,28 @@ def rank_zero_rank() -> int | None:
     return rank
 
 
+def requeue_signal(trainer: Trainer) -> signal.Signals | None:
+    """Return the signal at which Lightning saves a checkpoint and has SLURM start the job again, if it does so."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return None
+    return environment.requeue_signal
+
+
 def take_stop_signals(trainer: Trainer, stopping: Stopping) -> None:
     """Take SIGTERM and SIGINT out of Lightning's hands.
 
     For SIGTERM it broadcasts a flag at every batch, and again from within the signal handler, where it meets any other
     collective; SIGINT ends each rank wherever it is. Here the handler only notes the signal; all ranks learn it with a
     step's commit, and whoever is to stop does so at the end of a batch, before a validation. A second SIGINT is
-    Python's own.
+    Python's own. So is SLURM's signal before the end of its time, at which Lightning saves within the signal handler.
 
     Args:
         trainer: Before its signal handlers are registered.
         stopping: Is told of each signal, asked at the end of each batch, and told when handlers are in place.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    requeue = connector._slurm_sigusr_handler_fn
     register, on_advance_end = connector.register_signal_handlers, loop.on_advance_end
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -98,9 +109,12 @@ def take_stop_signals(trainer: Trainer, stopping: Stopping) -> None:
         if reason == signal.SIGINT:
             raise KeyboardInterrupt
         if reason is not None:
+            if reason == requeue_signal(trainer):
+                requeue(reason, None)  # type: ignore[arg-type]  # it does not use the frame
             connector.received_sigterm = True
             raise SIGTERMException
 
+    connector._slurm_sigusr_handler_fn = note  # type: ignore[method-assign, assignment]
     connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
     connector.register_signal_handlers = register_all  # type: ignore[method-assign]
     loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
@@ -131,3 +145,63 @@ def around_each_batch(trainer: Trainer, before: Callable[[], None], after: Calla
         after()
 
     loop.advance = advance  # type: ignore[method-assign]
+
+
+_IN_CHECKPOINTS = "lightning_ft"
+
+
+def keep_in_checkpoints(fit: Any, state: Callable[[], Any], take: Callable[[Any], None]) -> None:
+    """Have a fit's loop save a state of ours beside its own, and hand it back when a checkpoint is loaded.
+
+    Args:
+        fit: The loop of a fit.
+        state: Called when a checkpoint is made; None: there is nothing to save.
+        take: Called with what a checkpoint has; None: nothing.
+    """
+    save, load = fit.on_save_checkpoint, fit.on_load_checkpoint
+
+    def on_save_checkpoint() -> dict[str, Any]:
+        saved: dict[str, Any] = save()
+        ours = state()
+        return saved if ours is None else {**saved, _IN_CHECKPOINTS: ours}
+
+    def on_load_checkpoint(state_dict: dict[str, Any]) -> None:
+        take(state_dict.get(_IN_CHECKPOINTS))
+        load(state_dict)
+
+    fit.on_save_checkpoint, fit.on_load_checkpoint = on_save_checkpoint, on_load_checkpoint
+
+
+def around_data_setup(
+    fit: Any, before: Callable[[], None], with_loaders: Callable[[], None], after: Callable[[], None]
+) -> None:
+    """Have functions called when a fit sets its data up.
+
+    Args:
+        fit: The loop of a fit.
+        before: Called each time that it might.
+        with_loaders: Called when it has, but has not drawn anything.
+        after: Called each time that it might have.
+    """
+    set_up, load = fit.setup_data, fit._load_combined_loader_states
+
+    def setup_data() -> None:
+        before()
+        set_up()
+        after()
+
+    def load_states() -> None:
+        load()
+        with_loaders()
+
+    fit.setup_data, fit._load_combined_loader_states = setup_data, load_states
+
+
+def run_before(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls both, in this order, and returns what the second one does."""
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return then(*args, **kwargs)
+
+    return both

@@ -60,12 +60,12 @@ def check_able(trainer: Trainer) -> None:
         raise LaunchError(f"joining the job failed: a rank can't come back to a fit with {unable}. Set respawn=False.")
 
 
-def dump(trainer: Trainer, sampler: dict[str, Any]) -> State:
+def dump(trainer: Trainer, data: list[dict[str, Any]] | None) -> State:
     """Return what a rank needs to go on at this batch; tensors are not copied.
 
     Args:
         trainer: In a fit, before a batch is drawn.
-        sampler: State of what deals the data.
+        data: State of what deals the data.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     parameters, buffers = parameters_and_rest(trainer.lightning_module, checkpoint.pop("state_dict"))
@@ -77,7 +77,7 @@ def dump(trainer: Trainer, sampler: dict[str, Any]) -> State:
     own = {
         "checkpoint": checkpoint,
         "buffers": buffers,
-        "sampler": sampler,
+        "data": data,
         "versions": [vars(logger).get("_version") for logger in trainer.loggers],
         "checkpoints": [_of_checkpoints(callback) for callback in trainer.checkpoint_callbacks],
         "metrics": dict(trainer._logger_connector._callback_metrics),
@@ -132,7 +132,7 @@ def _load_data_anew(fit: _FitLoop, epoch: int) -> None:
     fit._data_fetcher = fetcher
 
 
-def restore(trainer: Trainer, state: State) -> dict[str, Any]:
+def restore(trainer: Trainer, state: State) -> list[dict[str, Any]] | None:
     """Take over what another rank dumped; the loops go on as if they had never been elsewhere.
 
     Args:
@@ -172,8 +172,8 @@ def restore(trainer: Trainer, state: State) -> dict[str, Any]:
     trainer.accumulate_grad_batches = own["accumulate"]
     vars(epoch_loop.val_loop).update(own["val_loop"])
     set_random_state(own["random"])
-    sampler: dict[str, Any] = own["sampler"]
-    return sampler
+    data: list[dict[str, Any]] | None = own["data"]
+    return data
 
 
 def _of_checkpoints(callback: object) -> dict[str, Any]:

@@ -24,7 +24,8 @@ class Resize:
 
     Args:
         trainer: Of the fit.
-        on_resize: `keep`, or `scale_lr`: learning rates in proportion to the number of ranks, as the global batch is.
+        on_resize: `scale_lr`: learning rates in proportion to the number of ranks, as the global batch is. Any other:
+            they stay.
 
     Attributes:
         told: The members that the fit knows of, in rank order; None before its first batch.

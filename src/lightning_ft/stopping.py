@@ -25,21 +25,31 @@ class Fit(Protocol):
 class Stopping:
     """Passes signals on with the steps' commits, so that all ranks act upon them between the same two batches.
 
-    SIGINT asks all ranks to stop. SIGTERM asks this one to leave; if that leaves too few, or none, all stop. Ranks that
-    are all asked don't hear of it at the same step, so that one waits for another, and for a moment.
+    SIGINT, or SLURM's signal before the job's time is over, asks all ranks to stop. SIGTERM asks this one to leave; if
+    that leaves too few, or none, all stop. Ranks that are all asked don't hear of it at the same step: one waits for
+    another, and for a moment.
 
     Args:
         fit: Looked at when a signal comes.
         min_world_size: With fewer ranks all stop.
         moment_s: How long a rank that is asked to leave waits for others that may be, seconds.
         depart: Called on a rank that leaves alone, between two batches.
+        agree: Called on all ranks at once, when all stop, with the signal that came here; returns what to end with.
     """
 
-    def __init__(self, fit: Fit, min_world_size: int, moment_s: float, depart: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        fit: Fit,
+        min_world_size: int,
+        moment_s: float,
+        depart: Callable[[], None],
+        agree: Callable[[signal.Signals | None], signal.Signals | None] = lambda own: own,
+    ) -> None:
         self._fit = fit
         self._min_world_size = max(1, min_world_size)
         self._moment_s = moment_s
         self._depart = depart
+        self._agree = agree
         self._all_stop = False
         self._own_signal: signal.Signals | None = None
         self._leaves_after_s = 0.0
@@ -49,16 +59,16 @@ class Stopping:
 
         Raises:
             KeyboardInterrupt: SIGINT outside of a fit.
-            SystemExit: Any other there.
+            SystemExit: SIGTERM there.
         """
         model = self._fit.model
         if isinstance(model, FaultTolerantDDP) and self._fit.is_member:
             model.is_leave_requested |= number == signal.SIGTERM
-            model.is_stop_requested |= number == signal.SIGINT
+            model.is_stop_requested |= number != signal.SIGTERM
             self._own_signal = self._own_signal or number
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
-        else:
+        elif number == signal.SIGTERM:
             raise SystemExit(128 + number)
 
     def on_commit(self, commit: StepCommit) -> None:
@@ -70,12 +80,13 @@ class Stopping:
 
     def reason(self) -> signal.Signals | None:
         """Return with which signal to end now, between two batches; None to go on."""
-        if not self._all_stop:
+        is_alone = not self._all_stop
+        if is_alone:
             if self._num_leave_requests <= 1 or time.monotonic() < self._leaves_after_s:
                 return None
             self._depart()
         own, self._own_signal, self._all_stop = self._own_signal, None, False
-        return own or signal.SIGTERM
+        return (own if is_alone else self._agree(own)) or signal.SIGTERM
 
     def catch_up(self) -> None:
         """Take a signal that came after the last step of a fit for the next, or for the evaluation that follows."""

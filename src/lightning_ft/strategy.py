@@ -10,6 +10,7 @@ import logging
 import os
 import pathlib
 import pickle
+import signal
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -30,15 +31,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_ft import lightning_data, lightning_internals, promotion, rejoin
+from lightning_ft import lightning_data, lightning_deal, lightning_internals, promotion, rejoin
 from lightning_ft.child import watch_agent
 from lightning_ft.comm.backend import confirm_membership, progress
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.transfer import State
-from lightning_ft.config import Settings
+from lightning_ft.config import EXACT, KEEP_GLOBAL_BATCH, Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.faultpoints import reach
-from lightning_ft.launch.launcher import AgentLauncher
+from lightning_ft.launch.launcher import AgentLauncher, member_environment
+from lightning_ft.lightning_evaluation import CompleteEvaluations
+from lightning_ft.lightning_refresh import DataRefresher
 from lightning_ft.resize import Resize
 from lightning_ft.stopping import Stopping
 
@@ -69,7 +72,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
         respawn: Whether a rank whose process failed is started again, to join the others.
         max_restarts: How often, for each rank.
-        on_resize: `scale_lr`: learning rates follow the number of ranks.
+        on_resize: `scale_lr`: learning rates follow the number of ranks. `keep_global_batch`: steps keep their samples.
+        uneven: `exact`: no sample twice in an epoch; ranks with fewer samples in a step weigh less.
         coordinator: `host:port` of the coordinator, if the agent shall not start one at a free port.
         process_group_backend: Backend inside `ft`: `gloo`.
         event_log: File of the event log.
@@ -105,7 +109,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         evict_stragglers: bool | None = None,  # noqa: FBT001 - jsonargparse takes either kind
         respawn: bool | None = None,  # noqa: FBT001
         max_restarts: int | None = None,
-        on_resize: Literal["keep", "scale_lr"] | None = None,
+        on_resize: Literal["keep", "scale_lr", "keep_global_batch"] | None = None,
+        uneven: Literal["pad", "exact"] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
@@ -123,6 +128,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             respawn=respawn,
             max_restarts=max_restarts,
             on_resize=on_resize,
+            uneven=uneven,
         )
         takers = (DistributedDataParallel.__init__, DDPStrategy.__init__)
         known = {name for taker in takers for name in inspect.signature(taker).parameters}
@@ -145,11 +151,17 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             **ddp_kwargs,
         )
         self._trainer: Trainer | None = None
-        self._data: lightning_data.DataRefresher | None = None
+        self._data: DataRefresher | None = None
         self._epoch_data: lightning_data.EpochData | None = None
         self._resize: Resize | None = None
         self._is_promoted = False
-        self._stopping = Stopping(self, self.settings.min_world_size, self.settings.heartbeat_interval, self._depart)
+        self._stopping = Stopping(
+            self,
+            self.settings.min_world_size,
+            self.settings.heartbeat_interval,
+            depart=self._depart,
+            agree=self._agree_on_requeue,
+        )
         self._evaluated_by: tuple[str, ...] = ()
         self._num_sanity_val_steps: float = 0
 
@@ -180,6 +192,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     @override
     def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment = member_environment(self.cluster_environment)
         if self.group is None and not _was_started_again():
             super().set_world_ranks()
             return
@@ -235,10 +249,16 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             return
         self._trainer = trainer
         if self._data is None:
-            lightning_data.use_elastic_samplers()
-            self._data = lightning_data.DataRefresher(trainer, self._on_dealt, self._on_evaluated)
-            self._epoch_data = lightning_data.EpochData(trainer)
+            lightning_deal.use_elastic_samplers()
+            self._data = DataRefresher(trainer, self._on_dealt, self._on_evaluated)
+            self._epoch_data = lightning_data.EpochData(
+                trainer,
+                keeps_global_batch=self.settings.on_resize == KEEP_GLOBAL_BATCH,
+                is_exact=self.settings.uneven == EXACT,
+            )
             self._resize = Resize(trainer, self.settings.on_resize)
+            if self.group is not None:
+                CompleteEvaluations(trainer, lambda: self._group_members, self.barrier, self._on_complete)
             lightning_internals.around_each_batch(trainer, self._before_batch, self._epoch_data.after_batch)
             lightning_internals.take_stop_signals(trainer, self._stopping)
         promotion.prepare(trainer, self.broadcast)
@@ -293,6 +313,12 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             )
             self.model.register_comm_hook(self._ddp_comm_state, hook)
 
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self.group is not None:
+            lightning_deal.tell_shard(dataloader, self.global_rank, self.world_size)
+        return super().process_dataloader(dataloader)
+
     # -- training ---------------------------------------------------------------------------------------------------
 
     @override
@@ -325,6 +351,14 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with _doing("training_step"):
             return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self._epoch_data is not None and self._epoch_data.weight != 1.0:
+            closure_loss = closure_loss * self._epoch_data.weight
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(
@@ -381,9 +415,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def _give(self) -> State:
         assert self._trainer is not None
         assert self._epoch_data is not None
-        deal = self._epoch_data.deal
-        assert deal is not None, "nobody is admitted where the data can't be dealt anew"
-        state = rejoin.dump(self._trainer, deal.sampler.state_dict())
+        state = rejoin.dump(self._trainer, self._epoch_data.state())
         assert self._resize is not None
         return State(state.replicated, (self.num_fits, self._resize.told, state.own))
 
@@ -398,12 +430,18 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         of_trainer = State(state.replicated, own)
         with self.group.ring.outside():
             rejoin.begin_epoch(self._trainer, of_trainer)
-        deal = self._epoch_data.deal
-        if deal is None:
-            raise ValueError("the data can't be dealt anew in the middle of an epoch")
-        deal.sampler.load_state_dict(rejoin.restore(self._trainer, of_trainer))
+        self._epoch_data.load(rejoin.restore(self._trainer, of_trainer))
         self._resize.told = told
         promotion.forget(self._trainer)
+
+    def _agree_on_requeue(self, own: signal.Signals | None) -> signal.Signals | None:
+        """All ranks save, and SLURM starts the job again, if any rank stops for that."""
+        assert self._trainer is not None
+        requeue = lightning_internals.requeue_signal(self._trainer)
+        if requeue is None:
+            return own
+        num = self.reduce(torch.tensor(float(own == requeue)), reduce_op="sum")
+        return requeue if float(num) > 0 else own
 
     def _depart(self) -> None:
         assert self.group is not None
@@ -447,8 +485,18 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         with _doing("predict_step"):
             return super().predict_step(*args, **kwargs)
 
+    @property
+    def _group_members(self) -> tuple[str, ...]:
+        return () if self.group is None else self.group.members
+
     def _on_dealt(self) -> None:
-        self._evaluated_by = () if self.group is None else self.group.members
+        self._evaluated_by = self._group_members
+
+    def _on_complete(self, stage: str, missing: list[str | int], num_samples: int) -> None:
+        """All that was dealt has been evaluated by whoever is here."""
+        self._evaluated_by = self._group_members
+        if missing and self.group is not None and self.is_global_zero:
+            self.group.ring.report("evaluation_redealt", stage=stage, missing=missing, num_samples=num_samples)
 
     def _on_evaluated(self, stage: str) -> None:
         """Say what the dead have left out: the share of a member that went is in no result."""

@@ -582,7 +582,7 @@ def test_module_and_its_arguments(tmp_path: Path) -> None:
         (["run", "--timeout", "soon", "x.py"], "expected seconds or 'auto', got 'soon'"),
         (["run", "--timeout", "1", "x.py"], "heartbeat_interval < heartbeat_timeout < timeout"),
         (["run", "--coordinator", "nowhere", "x.py"], "expected host:port"),
-        (["run", "--nnodes", "2", "x.py"], "needs the setting coordinator"),
+        (["run", "--nnodes", "2", "x.py"], "needs --rdzv-endpoint"),
         (["run", "--nnodes", "2", "--node-rank", "2", "x.py"], "must be from 0 to 1, got 2"),
         (["run"], "SCRIPT"),
     ],

@@ -447,7 +447,7 @@ def test_garbage_disturbs_nobody(stage: Stage, data: bytes, answer: bytes) -> No
     assert [view.view.generation for view in park_all(clients, 3, "connection")] == [2, 2]
 
 
-AGENT_HELLO = '{"type":"agent_hello","node":7,"incarnations":{}}'
+AGENT_HELLO = '{"type":"agent_hello","node":7,"incarnations":{},"replica":7,"term":0,"standby":""}'
 
 BAD_FRAMES: dict[str, tuple[str | bytes, ...]] = {
     "not-json": ("{",),

@@ -69,3 +69,33 @@ def test_death_and_return_at_every_place_of_an_epoch(tmp_path: pathlib.Path) -> 
     faults = {"LIGHTNING_FT_FAIL_AT": "0/3=commit.enter@16; 0/1=commit.enter@17; 0/2=commit.enter@17"}
     with jobs.running(tmp_path, 4, ["sampled_loop.py", "256", "3"], faults) as job:
         check(job, 4, 256, 3, max_padding=6)
+
+
+def test_a_fit_goes_on_where_its_checkpoint_was_made(tmp_path: pathlib.Path) -> None:
+    """3 ranks, then 2 whose steps keep their samples, a checkpoint, and 3 that go on from it: each sample once.
+
+    The first job's loader has workers; the second one weighs its last step, so that it needs no padding.
+    """
+    program = ["lightning_fit.py", "--epochs", "1", "--devices", "3"]
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/1=reduction.enter@5", "LIGHTNING_FT_ON_RESIZE": "keep_global_batch"}
+    with jobs.running_script(tmp_path / "1", [*program, "--workers", "1", "--save-every", "9"], faults) as job:
+        assert job.finish() == 0, job.output()
+        contributors = jobs.contributors_by_events(job.events(), 9)
+        steps: dict[int, list[int]] = collections.defaultdict(list)
+        for member in ("0/0", "0/1", "0/2"):
+            for line in job.records(member):
+                if line["event"] == "training_step" and line["step"] < 9 and member in contributors[line["step"]]:
+                    steps[line["step"]] += line["index"]
+    assert [len(steps[step]) for step in range(9)] == [24] * 4 + [16] + [24] * 4
+    counts = collections.Counter(index for indices in steps.values() for index in indices)
+    saved = str(tmp_path / "1/saved/step=9.ckpt")
+    program += ["--resume", saved]
+    with jobs.running_script(tmp_path / "2", program, {"LIGHTNING_FT_UNEVEN": "exact"}) as job:
+        assert job.finish() == 0, job.output()
+        for member in ("0/0", "0/1", "0/2"):
+            lines = [line for line in job.records(member) if line["event"] == "training_step"]
+            assert [line["step"] for line in lines] == list(range(9, 9 + len(lines)))
+            for line in lines:
+                counts.update(line["index"])
+        assert "not resumable" not in job.output()
+    assert counts == collections.Counter(range(480))

@@ -22,6 +22,10 @@ def _members(num: int) -> tuple[str, ...]:
     return tuple(f"0/{slot}" for slot in range(num))
 
 
+INDEX_SUM = sum(range(120))
+"""Of all samples of a validation or test."""
+
+
 def check_run(job: jobs.Job, num: int, survivors: set[str], case: str = "adamw") -> dict[str, list[dict[str, Any]]]:
     """Check that each survivor saw each batch and step once, all with the same weights; returns all batches."""
     assert job.finish() == 0, job.output()
@@ -37,6 +41,9 @@ def check_run(job: jobs.Job, num: int, survivors: set[str], case: str = "adamw")
         assert steps == _steps(case, batches[member]), f"{member}: {steps}\n{job.output()}"
         calls = [line for line in job.records(member) if line["event"] == "training_step" and line["case"] == case]
         assert len(calls) == len(steps), "training_step runs once per batch"
+        for line in job.records(member):
+            if line["event"] == "validated" and line["step"]:
+                assert line["metrics"]["val_index"] == INDEX_SUM, f"{line}: each sample is in a metric once"
         for line in batches[member]:
             assert hashes.setdefault(line["step"], line["hash"]) == line["hash"], f"{member} differs at {line}"
     assert len({len(batches[member]) for member in survivors}) == 1
@@ -214,16 +221,19 @@ def test_too_few_are_left(tmp_path: pathlib.Path) -> None:
 
 
 def test_evaluation_without_a_fit(tmp_path: pathlib.Path) -> None:
-    """Test and predict alone outlive a death, and a test says what is missing; what comes after is dealt anew."""
+    """A test has results of all of its data, and a prediction outlives a death; what comes after is dealt anew."""
     program = ["lightning_fit.py", "--devices", "4", "--skip-fit", "--test", "--predict"]
     faults = {"LIGHTNING_FT_FAIL_AT": "0/1=evaluation.batch@2; 0/0=evaluation.batch@5"}
     with jobs.running_script(tmp_path, program, faults) as job:
         assert job.finish() == 0, job.output()
         results = [[line for line in job.records(member) if line["event"] == "tested"] for member in ("0/2", "0/3")]
         assert results[0][0]["results"] == results[1][0]["results"]
-        told = [event for event in job.events() if event["event"] == "evaluation_incomplete"]
+        assert results[0][0]["results"][0]["test_index"] == INDEX_SUM
+        told = [event for event in job.events() if event["event"].startswith("evaluation_")]
+        assert [(event["event"], event["stage"], event["missing"]) for event in told[:1]] == [
+            ("evaluation_redealt", "test", ["0/1"])
+        ], job.output()
         # Of a prediction it is told only if others still predict: nobody waits for anybody at its end.
-        assert (told[0]["stage"], told[0]["missing"]) == ("test", ["0/1"]), job.output()
         assert [(event["stage"], event["missing"]) for event in told[1:]] in ([], [("predict", ["0/0"])])
         predicted = {member: _predicted(job, member) for member in ("0/2", "0/3")}
         assert {len(indices) for indices in predicted.values()} == {40}, "the share of one of three"
@@ -242,15 +252,22 @@ def test_a_death_after_the_results_are_known_leaves_no_hole(tmp_path: pathlib.Pa
         assert "evaluation_incomplete" not in {event["event"] for event in job.events()}
 
 
-def test_what_the_dead_had_to_evaluate_is_said(tmp_path: pathlib.Path) -> None:
-    """A member that dies in a validation leaves a hole, and the event log tells its size."""
-    program = ["lightning_fit.py", "--devices", "3", "--epochs", "1"]
-    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": "0/2=evaluation.batch@5"}) as job:
-        check_run(job, 3, set(_members(3)) - {"0/2"})
-        (event,) = [event for event in job.events() if event["event"] == "evaluation_incomplete"]
-        assert event["stage"] == "validation"
-        assert event["coverage"] == pytest.approx(2 / 3, abs=1e-5)
-        assert event["missing"] == ["0/2"]
+def test_what_the_dead_had_evaluated_is_evaluated_by_the_others(tmp_path: pathlib.Path) -> None:
+    """All of the share of a member that dies in a validation, and of one that dies while it does a part of that."""
+    program = ["lightning_fit.py", "--devices", "4", "--epochs", "1"]
+    # Two batches of the sanity check come first; then each has three, and one of what the first one leaves.
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/0=evaluation.batch@5; 0/2=evaluation.batch@6"}
+    with jobs.running_script(tmp_path, program, faults) as job:
+        check_run(job, 4, {"0/1", "0/3"})
+        (event,) = [event for event in job.events() if event["event"].startswith("evaluation_")]
+        assert (event["event"], event["stage"], event["missing"]) == (
+            "evaluation_redealt",
+            "validation",
+            ["0/0", "0/2"],
+        )
+        assert event["num_samples"] == 30 + 40, "the share of the second has grown by that of the first"
+        validated = [line for line in job.records("0/1") if line["event"] == "validated"]
+        assert validated[-1]["metrics"]["val_index"] == INDEX_SUM
 
 
 def test_dataloader_workers_do_not_keep_the_dead_alive(tmp_path: pathlib.Path) -> None:

@@ -32,6 +32,7 @@ VALUES = {
     "respawn": ("0", False),
     "max_restarts": ("7", 7),
     "on_resize": ("scale_lr", "scale_lr"),
+    "uneven": ("exact", "exact"),
     "coordinator": ("node0:29400", "node0:29400"),
     "process_group_backend": ("gloo", "gloo"),
     "event_log": ("events.jsonl", "events.jsonl"),
@@ -78,7 +79,8 @@ def test_a_variable_that_cannot_be_read_is_named(variable: str, value: str) -> N
         ({"heartbeat_timeout": 1800.0}, "heartbeat_interval < heartbeat_timeout < timeout"),
         ({"heartbeat_interval": float("nan")}, "heartbeat_interval < heartbeat_timeout < timeout"),
         ({"coordinator": "somewhere"}, "expected host:port"),
-        ({"on_resize": "scale"}, "on_resize must be 'keep' or 'scale_lr', got 'scale'"),
+        ({"uneven": "drop"}, "uneven must be one of 'pad', 'exact', got 'drop'"),
+        ({"on_resize": "scale"}, "on_resize must be one of 'keep', 'scale_lr', 'keep_global_batch', got 'scale'"),
         ({"process_group_backend": "mpi"}, "process_group_backend must be"),
     ],
 )

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors import data_connector
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
-from lightning_ft import lightning_data, lightning_internals
+from lightning_ft import lightning_data, lightning_deal, lightning_internals, lightning_refresh
 from lightning_ft.data.sampler import ElasticDistributedSampler
 
 pytestmark = pytest.mark.filterwarnings("default")  # what Lightning warns of, of itself and of the test
@@ -28,7 +32,12 @@ pytestmark = pytest.mark.filterwarnings("default")  # what Lightning warns of, o
         (data_connector, "_parse_num_batches", "int(length * limit_batches)"),
         (_FitLoop, "setup_data", "self._combined_loader is not None and not self._should_reload_train_dl"),
         (_FitLoop, "setup_data", "combined_loader.limits = limits"),
+        (_FitLoop, "setup_data", "self._load_combined_loader_states()"),
         (_FitLoop, "on_advance_start", "self.setup_data()"),
+        (_FitLoop, "on_advance_start", "_set_sampler_epoch(dl, self.epoch_progress.current.processed)"),
+        (_FitLoop, "state_dict", 'destination[prefix + "state_dict"] = self.on_save_checkpoint()'),
+        (_TrainingEpochLoop, "reset", "self.batch_progress.current.completed >= self.trainer.num_training_batches"),
+        (_TrainingEpochLoop, "reset", "You're resuming from a checkpoint that ended before the epoch ended"),
         (_FitLoop, "on_advance_end", "on_train_epoch_end"),
         (_TrainingEpochLoop, "on_run_start", "data_fetcher.fetched += self.batch_progress.current.ready"),
         (_TrainingEpochLoop, "run", "self.advance(data_fetcher)"),
@@ -50,7 +59,7 @@ def test_a_renumbered_sampler_is_as_if_made_anew(length: int, drop_last: bool) -
     for before, now in ((4, 3), (3, 2), (2, 5)):
         sampler = DistributedSampler(data, before, 0, drop_last=drop_last)
         expected = DistributedSampler(data, now, 1, drop_last=drop_last)
-        lightning_data.renumber_sampler(sampler, rank=1, num_replicas=now)
+        lightning_refresh.renumber_sampler(sampler, rank=1, num_replicas=now)
         assert list(sampler) == list(expected)
         assert len(sampler) == len(expected)
 
@@ -66,17 +75,26 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 class Half(pl.LightningModule):
-    """Rank 0 of 2 in one process: the other one dies in the step `dies_in`, which rank 0 finishes alone."""
+    """Rank 0 of 2 in one process: the other one dies in the step `dies_in`, which rank 0 finishes alone.
 
-    def __init__(self, dies_in: int, **trainer: Any) -> None:
+    With `saves` as the name of a hook and how often it was called, a checkpoint is made then.
+    """
+
+    def __init__(
+        self, dies_in: int, num_members: int = 2, saves: tuple[str, int] = ("", 0), path: Any = None, **trainer: Any
+    ) -> None:
         super().__init__()
+        self.num_members = num_members
+        self.saves, self.path, self.num_calls = saves, path, 0
+        self.at_save: dict[str, Any] = {}
         self.net = torch.nn.Linear(1, 1)
         self.dies_in = dies_in
         self.seen: list[list[int]] = []
         self.last: list[bool] = []
+        self.steps: list[int] = []
         self.validated: list[int] = []
-        self.sampler = ElasticDistributedSampler(Numbers(), 2, 0, shuffle=False)
-        self.members = (0, 1)
+        self.sampler = ElasticDistributedSampler(Numbers(), num_members, 0, shuffle=False)
+        self.members = tuple(range(num_members))
         self.stock_redeal = self.sampler.redeal
         self.sampler.redeal = lambda: self.stock_redeal(self.members)  # type: ignore[method-assign, assignment]
         self.trainer = pl.Trainer(
@@ -95,23 +113,40 @@ class Half(pl.LightningModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         """Note what was drawn."""
         self.seen.append(batch[:, 0].int().tolist())
+        self.steps.append(self.trainer.global_step)
         return self.net(batch).sum()  # type: ignore[no-any-return]
 
     def on_after_backward(self) -> None:
         """Commit at the end of each backward that steps."""
         step = self.trainer.global_step
-        ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if ready % self.trainer.accumulate_grad_batches == 0 or self.trainer.is_last_batch:
-            self.members = (0,) if step >= self.dies_in else (0, 1)
+        if not self.trainer.fit_loop.epoch_loop._should_accumulate():
+            self.members = (0,) if step >= self.dies_in else tuple(range(self.num_members))
             self.data.on_commit(self.members)  # type: ignore[arg-type]
+
+    def save_if_due(self, hook: str) -> None:
+        """Make a checkpoint, and note what was trained on."""
+        self.num_calls += hook == self.saves[0]
+        if (hook, self.num_calls) == self.saves and not self.at_save:
+            self.trainer.save_checkpoint(self.path)
+            self.at_save = {"num_seen": len(self.seen), "step": self.trainer.global_step}
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """The step is committed, but the weights are what they were."""
+        self.save_if_due("on_before_optimizer_step")
+
+    def on_train_epoch_end(self) -> None:
+        """All of the epoch is done."""
+        self.save_if_due("on_train_epoch_end")
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Note whether Lightning takes it for the last."""
         self.last.append(self.trainer.is_last_batch)
+        self.save_if_due("on_train_batch_end")
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         """Note when."""
         self.validated.append(len(self.seen))
+        self.save_if_due("validation_step")
 
     def configure_optimizers(self) -> Any:
         """Return any, and a schedule that counts its steps."""
@@ -119,10 +154,10 @@ class Half(pl.LightningModule):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def fit(self, num_workers: int = 0, batch_size: int = 2) -> None:
+    def fit(self, num_workers: int = 0, batch_size: int = 2, ckpt_path: Any = None) -> None:
         """Train; batches of two, so six for each of two ranks."""
         loader = DataLoader(Numbers(), batch_size, sampler=self.sampler, num_workers=num_workers)
-        self.trainer.fit(self, loader, DataLoader(Numbers(), 24))
+        self.trainer.fit(self, loader, DataLoader(Numbers(), 24), ckpt_path=ckpt_path)
 
 
 def others(num_steps: int) -> set[int]:
@@ -212,7 +247,7 @@ def test_validations_within_the_epoch_follow_its_length() -> None:
 def test_a_resumed_fit_has_as_many_batches_as_with_the_stock_sampler(
     tmp_path: Any, saved_after: int, expected: int, num_workers: int
 ) -> None:
-    """Lightning trains on what is left of the epoch by its count, from the start of its order."""
+    """Lightning's count of what is left of the epoch is right for what is dealt."""
     first = Half(99, max_epochs=2)
     path = tmp_path / "saved.ckpt"
     note = first.on_train_batch_end
@@ -251,3 +286,268 @@ def test_a_death_in_a_resumed_epoch_leaves_what_was_done_before(tmp_path: Any) -
     resumed.trainer.fit(resumed, loader, DataLoader(Numbers(), 24), ckpt_path=path)
     assert 3 < len(resumed.seen) < 12
     assert resumed.last[-1]
+
+
+@pytest.mark.parametrize("resumed_with", [(1, 0), (1, 2), (3, 0)], ids=["alone", "alone, workers", "three"])
+@pytest.mark.parametrize("dies_in", [99, 2])
+@pytest.mark.parametrize(
+    ("saves", "trainer"),
+    [
+        (("on_train_batch_end", 4), {}),
+        (("on_train_batch_end", 6), {}),  # the last one, if nobody dies
+        (("on_before_optimizer_step", 4), {}),
+        (("on_train_batch_end", 5), {"accumulate_grad_batches": 2}),
+        (("validation_step", 1), {"val_check_interval": 0.5}),
+        (("validation_step", 1), {}),
+        (("on_train_epoch_end", 1), {}),
+    ],
+)
+def test_a_resumed_fit_trains_on_what_was_left(
+    tmp_path: Any, saves: tuple[str, int], trainer: dict[str, Any], dies_in: int, resumed_with: tuple[int, int]
+) -> None:
+    """Whenever the checkpoint was made, whoever had died before, and however many go on: no sample twice, none lost."""
+    first = Half(dies_in, saves=saves, path=tmp_path / "saved.ckpt", **trainer)
+    first.fit()
+    num_batches = min(first.at_save["step"] * trainer.get("accumulate_grad_batches", 1), first.at_save["num_seen"])
+    num_of_both = min(num_batches, dies_in * trainer.get("accumulate_grad_batches", 1))
+    done = {index for batch in first.seen[:num_batches] for index in batch} | others(num_of_both)
+    num_members, num_workers = resumed_with
+    resumed = Half(99, num_members, **{**trainer, "max_epochs": 2})
+    resumed.fit(num_workers, ckpt_path=tmp_path / "saved.ckpt")
+    num_whole = -(-24 // num_members // 2)
+    rest = {index for batch in resumed.seen[:-num_whole] for index in batch}
+    owed = set(range(24)) - done
+    assert rest == owed if num_members == 1 else rest <= owed | {0}
+    assert len(rest) == -(-len(owed) // num_members)
+    whole = [index for batch in resumed.seen[-num_whole:] for index in batch]
+    assert whole == list(range(0, 24, num_members)), "the next epoch is a whole one"
+    assert resumed.trainer.num_training_batches == num_whole
+    ends = [index for index, is_last in enumerate(resumed.last) if is_last]
+    assert ends == [len(resumed.seen) - num_whole - 1, len(resumed.seen) - 1][0 if rest else 1 :]
+
+
+def test_a_cursor_that_fits_no_more_is_said_to_be_lost(tmp_path: Any) -> None:
+    """The data set has another length: the epoch is dealt whole, and ends as early as with the stock sampler."""
+    first = Half(99, saves=("on_train_batch_end", 4), path=tmp_path / "saved.ckpt")
+    first.fit()
+    resumed = Half(99, num_members=1)
+    resumed.sampler.dataset = TensorDataset(torch.zeros(40))  # type: ignore[assignment]
+    resumed.sampler.set_epoch(0)
+    with pytest.warns(UserWarning, match="data set length 40, which this sampler has, got 24"):
+        resumed.fit(ckpt_path=tmp_path / "saved.ckpt")
+
+
+class Several(Half):
+    """Draws from two loaders at once: of 24 numbers, and of the first 10 of them."""
+
+    def __init__(self, dies_in: int, **options: Any) -> None:
+        super().__init__(dies_in, **options)
+        self.short = ElasticDistributedSampler(range(10), self.num_members, 0, shuffle=False)  # type: ignore[arg-type]
+        redeal_short = self.short.redeal
+        self.short.redeal = lambda: redeal_short(self.members)  # type: ignore[method-assign, assignment]
+        self.seen_short: list[list[int] | None] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Note what was drawn."""
+        short = batch["short"]
+        self.seen_short.append(None if short is None else short.tolist())
+        if batch["long"] is None:
+            self.seen.append([])
+            return self.net(torch.zeros(1, 1)).sum()  # type: ignore[no-any-return]
+        return super().training_step(batch["long"], batch_idx)
+
+    def fit_both(self, mode: Any, num_workers: int, ckpt_path: Any = None) -> None:
+        """Train; six batches of the long one for each of two ranks, three of the short one."""
+        loaders = {
+            "long": DataLoader(Numbers(), 2, sampler=self.sampler, num_workers=num_workers),
+            "short": DataLoader(range(10), 2, sampler=self.short, num_workers=num_workers),  # type: ignore[arg-type]
+        }
+        self.trainer.fit(self, CombinedLoader(loaders, mode), ckpt_path=ckpt_path)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("dies_in", [0, 1, 2, 99])
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
+def test_several_loaders_are_dealt_anew(mode: str, dies_in: int, accumulate: int, num_workers: int) -> None:
+    """Each has all its samples drawn as its mode wants it: the longest once, a shorter one once or again and again."""
+    several = Several(dies_in, accumulate_grad_batches=accumulate)
+    several.fit_both(mode, num_workers)
+    long = [number for batch in several.seen for number in batch]
+    short = [number for batch in several.seen_short if batch is not None for number in batch]
+    assert mode == "max_size_cycle" or len(short) - len(set(short)) <= 1, "a lone sample is in its batch twice"
+    num_steps = dies_in * accumulate
+    if mode == "min_size":
+        assert len(set(short)) == len(set(range(10)) - others_of(10, num_steps))
+        assert len(long) == len(set(long))
+    else:
+        assert sorted(long) == sorted(set(range(24)) - others_of(24, num_steps))
+        missing = set(range(10)) - others_of(10, num_steps) - set(short)
+        assert not missing
+    if mode == "max_size":
+        assert several.seen_short[-1] is None
+    if mode == "max_size_cycle":
+        assert None not in several.seen_short
+    assert several.last == [False] * (len(several.seen) - 1) + [True]
+    assert several.trainer.num_training_batches == len(several.seen)
+
+
+def others_of(length: int, num_batches: int) -> set[int]:
+    """Return what the other rank has contributed of so many numbers in its first batches."""
+    return set(range(1, length, 2)[: 2 * num_batches])
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
+def test_several_loaders_are_resumed(tmp_path: Any, mode: str) -> None:
+    """Each goes on where it was; one that had come to its end starts again if the mode says so."""
+    whole = Several(99, num_members=1)
+    whole.fit_both(mode, 0)
+    for num_done in (3, 8):
+        path = tmp_path / f"{num_done}.ckpt"
+        Several(99, num_members=1, saves=("on_train_batch_end", num_done), path=path).fit_both(mode, 0)
+        if path.exists():
+            resumed = Several(99, num_members=1)
+            resumed.fit_both(mode, 0, path)
+            assert resumed.seen == whole.seen[num_done:]
+            if mode != "max_size_cycle" or num_done < 5:
+                assert resumed.seen_short == whole.seen_short[num_done:]
+            else:  # it begins its second time anew
+                assert resumed.seen_short == whole.seen_short[: len(resumed.seen)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("dies_in", "accumulate"), [(0, 1), (2, 1), (1, 2), (99, 1)])
+def test_a_step_keeps_its_samples(dies_in: int, accumulate: int, num_workers: int) -> None:
+    """Two ranks with batches of two, then one that takes twice as many batches for a step, from the next step on."""
+    half = Half(dies_in, max_epochs=2)
+    half.data._keeps_global_batch = True
+    half.data._num_accumulated = 2 * accumulate  # as if the trainer had two devices
+    loop = half.trainer.fit_loop.epoch_loop
+    loop._accumulated_batches_reached = half.data._is_step_full  # type: ignore[method-assign]
+    half.fit(num_workers)
+    drawn = [number for batch in half.seen for number in batch]
+    of_first = len(drawn) - (24 if dies_in < 99 else 12)
+    assert sorted(drawn[:of_first]) == sorted(set(range(24)) - others(min(dies_in * accumulate, 6)))
+    samples = collections.Counter[int]()
+    for step, batch in zip(half.steps, half.seen, strict=True):
+        samples[step] += len(batch) * (2 if step < dies_in else 1)
+    num_steps = len(samples)
+    of_epoch = [samples[step] for step in range(num_steps)]
+    whole = 4 * accumulate
+    assert set(of_epoch) <= {whole, whole // 2, *range(1, whole)}
+    assert of_epoch.count(whole) >= num_steps - 3, "but the one in which the other died, and the last of each epoch"
+    assert samples[dies_in] == whole // 2 or dies_in == 99
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"callbacks": [GradientAccumulationScheduler({1: 2})]}, "a GradientAccumulationScheduler"), ({}, "manual")],
+)
+def test_who_steps_on_its_own_has_no_global_batch(options: dict[str, Any], what: str) -> None:
+    """The fit is refused, with the reason."""
+    half = Half(99, **options)
+    half.automatic_optimization = "callbacks" in options
+    half.trainer.strategy.connect(half)
+    with pytest.raises(ValueError, match=what):
+        lightning_data.EpochData(half.trainer, keeps_global_batch=True)
+
+
+class Weighed(Half):
+    """One of several ranks that deal 23 numbers; its gradient is the mean of what it draws, times a weight."""
+
+    def __init__(self, rank: int, num_members: int, length: int, dies_in: int = 99, **options: Any) -> None:
+        super().__init__(dies_in, num_members, **options)
+        self.sampler = ElasticDistributedSampler(range(length), num_members, rank, shuffle=False)  # type: ignore[arg-type]
+        redeal = self.sampler.redeal
+        self.sampler.redeal = lambda: redeal(self.members)  # type: ignore[method-assign, assignment]
+        self.data._is_exact = True
+        self.means: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        """Weigh as the strategy does."""
+        numbers = super().training_step(batch, batch_idx) * 0 + (self.net.weight * batch).mean()
+        return numbers * self.data.weight
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """Take what would be reduced with the others' and was, of a rank that is alone."""
+        self.means.append(float(self.net.weight.grad))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+@pytest.mark.parametrize(("length", "num_members"), [(24, 2), (23, 2), (22, 4), (9, 4), (10, 4), (17, 3)])
+def test_without_padding_gradients_are_means_over_samples(length: int, num_members: int, batch_size: int) -> None:
+    """Each sample is in one batch, and an average over the ranks is the mean over all samples of the step."""
+    ranks = [Weighed(rank, num_members, length) for rank in range(num_members)]
+    for rank in ranks:
+        loader = DataLoader(torch.arange(length).float()[:, None], batch_size, sampler=rank.sampler)  # type: ignore[arg-type]
+        rank.trainer.fit(rank, loader)
+    assert len({len(rank.seen) for rank in ranks}) == 1
+    seen: list[int] = []
+    for step in range(len(ranks[0].seen)):
+        true = sorted(
+            {number for rank in ranks for number in rank.seen[step] if number not in seen}
+        )  # what a rank without any has instead was there before
+        seen += true
+        mean = sum(rank.means[step] for rank in ranks) / num_members
+        assert mean == pytest.approx(sum(true) / len(true))
+    assert sorted(seen) == list(range(length))
+
+
+def test_the_mean_is_over_the_samples_of_those_that_finish_the_step() -> None:
+    """The other rank dies with one sample of the last step, in which this one has two."""
+    rank = Weighed(0, 2, 7, dies_in=1)
+    loader = DataLoader(torch.arange(7).float()[:, None], 2, sampler=rank.sampler)  # type: ignore[arg-type]
+    rank.trainer.fit(rank, loader)
+    assert rank.seen[:2] == [[0, 2], [4, 6]]
+    assert rank.means[1] == pytest.approx(5.0), "its own mean: it is alone"
+    assert sorted(number for batch in rank.seen for number in batch) == [0, 2, 4, 5, 5, 6]
+
+
+class Stream(IterableDataset[int]):
+    """Its shard of the numbers from 0 on."""
+
+    shard = (0, 1)
+
+    def reshard(self, rank: int, world_size: int) -> None:
+        """Yield another shard from the next iterator on."""
+        self.shard = rank, world_size
+
+    def __iter__(self) -> Iterator[int]:
+        rank, world_size = self.shard
+        return iter(range(rank, 12, world_size))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_iterable_dataset_that_can_is_told_its_shard(num_workers: int) -> None:
+    """Also if workers that live on hold an old copy of it; one that can't is left alone."""
+    loader = DataLoader(Stream(), 2, num_workers=num_workers, persistent_workers=num_workers > 0)
+    for rank, world_size in ((0, 1), (1, 3), (1, 2)):
+        lightning_deal.tell_shard(loader, rank, world_size)
+        drawn = [number for batch in loader for number in batch.tolist()]
+        assert drawn == list(range(rank, 12, world_size))
+    lightning_deal.tell_shard(DataLoader(Numbers(), 2), 1, 3)
+    lightning_deal.tell_shard([1, 2], 1, 3)
+
+
+class Backwards(BatchSampler):
+    """A batch sampler of a user's own."""
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda _: DataLoader(Numbers(), 24), "what the sampler SequentialSampler yields"),
+        (lambda _: DataLoader(torch.utils.data.ChainDataset([Stream()])), "an IterableDataset"),
+        (
+            lambda own: DataLoader(Numbers(), batch_sampler=Backwards(own, 12, drop_last=False)),
+            "the batches of Backwards",
+        ),
+    ],
+)
+def test_what_cannot_be_dealt_anew_is_said(make: Any, what: str) -> None:
+    """Once, by what it is; and the data are what they are without us."""
+    lightning_data._warnings.clear()
+    half = Half(99)
+    half.training_step = lambda *_: None  # type: ignore[method-assign, assignment]
+    with pytest.warns(UserWarning, match=f"{what} can't be dealt anew before the next epoch"):
+        half.trainer.fit(half, make(half.sampler))

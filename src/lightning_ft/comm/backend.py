@@ -18,11 +18,12 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ft.child import CANNOT_JOIN_STATUS, watch_agent
-from lightning_ft.comm.gloo import GlooTransport, reachable_host
+from lightning_ft.comm.gloo import GlooTransport
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.ring import Ring
 from lightning_ft.comm.sockets import ForkGuard, open_sockets
 from lightning_ft.config import Settings
+from lightning_ft.coordinator.channel import reachable_host
 from lightning_ft.coordinator.client import MembershipClient
 from lightning_ft.errors import LaunchError
 from lightning_ft.membership.ids import from_ranges
@@ -63,6 +64,12 @@ def make_group(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     settings = Settings.resolve()
     missing = [name for name in _NEEDED if not os.environ.get(f"LIGHTNING_FT_{name}")]
     if missing:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise LaunchError(
+                "init_process_group('ft') failed: torchrun has started this process. Its agent kills all ranks if one "
+                "fails, so that none could survive another. Write `lightning-ft run` in the place of `torchrun`, with "
+                "the same flags."
+            )
         raise LaunchError(
             f"init_process_group('ft') failed: LIGHTNING_FT_{missing[0]} is not set, so this process was not started "
             "as a member of a job. Start the script with `lightning-ft run --nproc-per-node N script.py`, or use "
@@ -83,6 +90,7 @@ def make_group(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
         expected=expected,
         settings=settings,
         is_joiner=is_joiner,
+        standbys=[found for found in os.environ.get("LIGHTNING_FT_STANDBYS", "").split(",") if found],
     )
     ForkGuard(lambda: [found for found in open_sockets() if found.number == client.fileno()])
     _ring, _pid = Ring(client, transport, member, settings, is_joiner=is_joiner), os.getpid()

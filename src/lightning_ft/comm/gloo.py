@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
-import os
 import socket
 import threading
 import time
@@ -31,7 +30,6 @@ from lightning_ft.comm.sockets import (
     shut_down,
     tune,
 )
-from lightning_ft.config import parse_endpoint
 from lightning_ft.membership.events import Address
 
 _LOOK = datetime.timedelta(seconds=1)
@@ -401,19 +399,3 @@ def _ring_sockets(candidates: Iterable[Descriptor], own: int, peers: Sequence[in
         found = ports(descriptor)
         if found is not None and found[1] is not None and (found[0] == own or found[1] in peers):
             yield descriptor
-
-
-def reachable_host(endpoint: str) -> str:
-    """Return the address under which this machine is reached: `LIGHTNING_FT_HOST`, else that of the way to `endpoint`.
-
-    Raises:
-        OSError: There is no way.
-    """
-    configured = os.environ.get("LIGHTNING_FT_HOST")
-    if configured:
-        return configured
-    host, port = parse_endpoint(endpoint)
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as way:
-        way.connect(address)  # sends nothing: it only chooses the way
-        return str(way.getsockname()[0])

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import asyncio.trsock
 import logging
+import os
 import socket
 from collections import deque
 from typing import Protocol
+
+from lightning_ft.config import parse_endpoint
 
 logger = logging.getLogger("lightning_ft")
 
 MEMBER_PATH = "/v1/member"
 AGENT_PATH = "/v1/agent"
+GATHERING_PATH = "/v1/nodes"
 TOKEN_HEADER = "Authorization"  # noqa: S105  (a name, no secret)
 VERSION_HEADER = "X-Lightning-FT-Protocol"
+
+NOT_IN_OFFICE = 4
+"""Exit status of a coordinator's process that is none, or none any more."""
 
 MAX_WAITING_FRAMES = 1024
 """A peer that leaves this many frames unread is stuck: a healthy one has a handful outstanding."""
@@ -28,6 +35,22 @@ class WebSocket(Protocol):
 
     def get_extra_info(self, name: str, default: object = None) -> object:
         """Look up a property of the transport."""
+
+
+def reachable_host(endpoint: str) -> str:
+    """Return the address under which this machine is reached: `LIGHTNING_FT_HOST`, else that of the way to `endpoint`.
+
+    Raises:
+        OSError: There is no way.
+    """
+    configured = os.environ.get("LIGHTNING_FT_HOST")
+    if configured:
+        return configured
+    host, port = parse_endpoint(endpoint)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as way:
+        way.connect(address)  # sends nothing: it only chooses the way
+        return str(way.getsockname()[0])
 
 
 def bearer(token: str) -> str:

@@ -55,6 +55,7 @@ class MembershipClient:
         on_suspend: Called in the monitor thread when the view of this generation must be severed.
         on_leaving: Called in the monitor thread with (member, completed) of a member that will leave.
         on_evicted: Called in the monitor thread when this process is out of the job.
+        standbys: Where else a coordinator may be.
 
     Attributes:
         step: Gradient steps committed so far; the next heartbeat tells it. None: a joiner, without the job's state.
@@ -77,6 +78,7 @@ class MembershipClient:
         on_leaving: Callable[[str, int], None] = lambda _member, _completed: None,
         on_evicted: Callable[[], None] = lambda: None,
         is_joiner: bool = False,
+        standbys: Sequence[str] = (),
     ) -> None:
         self.member = member
         self.incarnation = incarnation
@@ -105,6 +107,8 @@ class MembershipClient:
             on_change=self._on_change,
             heartbeat=self._heartbeat,
         )
+        self._link.add_endpoints(standbys)
+        self._term = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
@@ -224,7 +228,8 @@ class MembershipClient:
 
         Returns: A view to establish if somebody still needs this member's last result; call again after that. None to
             end: this member was released (`is_released`), or that can't be expected any more because it is out of the
-            job, the coordinator is gone (not heard for `heartbeat_timeout`), or `timeout` is over.
+            job, the coordinator is gone (not heard for
+            `heartbeat_timeout`, four times that if it may have successors), or `timeout` is over.
 
         Raises:
             ValueError: `completed` is no number.
@@ -240,7 +245,7 @@ class MembershipClient:
                 if following is not None:
                     return following
                 remaining_s = deadline_s - time.monotonic()
-                is_lost = self._link.silent_s() > self._settings.heartbeat_timeout
+                is_lost = self._link.silent_s() > self._link.succession_s
                 if self._is_out() or is_lost or remaining_s <= 0:
                     return None
                 self._wait_for_change(min(self._settings.heartbeat_timeout, remaining_s))
@@ -394,7 +399,12 @@ class MembershipClient:
         try:
             message = wire.decode(text, expect=wire.TO_MEMBER, peer=self._enrolment.peer)
             if isinstance(message, wire.Welcome):
+                if message.term < self._term:
+                    return False  # it has a successor, and does not know it
+                self._term = message.term
                 self._link.interval_s = message.heartbeat_interval_s or self._link.interval_s
+            if isinstance(message, wire.Standbys):
+                self._link.add_endpoints(message.endpoints)
             if isinstance(message, effects.Acknowledge):
                 self._lease.renew(message.sent_s)
             with self._changed:

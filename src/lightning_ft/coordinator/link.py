@@ -21,6 +21,7 @@ _REFUSALS = {
     426: f"it does not speak protocol version {wire.PROTOCOL_VERSION}: two versions of lightning_ft in one job",
 }
 
+_UNWANTED = "this process broke the connection"
 _FIRST_PAUSE_S = 0.02
 _CLOSING_TIME_S = 1.0
 
@@ -29,7 +30,7 @@ class Link:
     """Keeps a WebSocket to the coordinator open until cancelled.
 
     Args:
-        endpoint: `host:port`.
+        endpoint: `host:port`; `add_endpoints` names others.
         path: Which of the coordinator's endpoints.
         token: The job's secret.
         settings: For intervals and timeouts.
@@ -39,6 +40,8 @@ class Link:
         heartbeat: Gives the frame that says that this process is alive; asked for it also while there is no connection.
 
     Attributes:
+        endpoint: The one that it talks to, or tries.
+        endpoints: All where a coordinator may be.
         interval_s: Seconds between heartbeats.
         refusal: Why the coordinator refused to talk to this process; None: it has not, or was reached before.
         cause: Why it is not connected, for a person.
@@ -60,7 +63,8 @@ class Link:
     ) -> None:
         parse_endpoint(endpoint)
         self.endpoint = endpoint
-        self._url = f"http://{endpoint}{path}"
+        self.endpoints = [endpoint]
+        self._path = path
         self._headers = {TOKEN_HEADER: bearer(token), VERSION_HEADER: str(wire.PROTOCOL_VERSION)}
         self._settings = settings
         self._greet = greet
@@ -98,6 +102,13 @@ class Link:
         """Wait until everything queued was handed to the kernel. Returns: False if there is no connection."""
         return self._outbox is not None and await self._outbox.flush()
 
+    def add_endpoints(self, endpoints: Iterable[str]) -> None:
+        """Try these too, when the connection is lost."""
+        for endpoint in endpoints:
+            parse_endpoint(endpoint)
+            if endpoint not in self.endpoints:
+                self.endpoints.append(endpoint)
+
     def reconnect(self, reason: str) -> None:
         """Break the connection, and make it anew."""
         logger.info("connecting to the coordinator anew: %s", reason)
@@ -118,19 +129,34 @@ class Link:
         async with aiohttp.ClientSession() as session:
             while True:
                 try:
-                    async with asyncio.timeout(self._settings.heartbeat_timeout):
+                    async with asyncio.timeout(self._patience_s):
                         websocket = await self._connect(session)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     self._note_failure(error)
+                    self._try_next()
                 else:
-                    pause_s = _FIRST_PAUSE_S
-                    await self._serve(websocket)
+                    is_followed = await self._serve(websocket)
+                    pause_s = _FIRST_PAUSE_S if is_followed else pause_s
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  (not all members at once)
                 pause_s = min(2 * pause_s, self._settings.heartbeat_interval)
 
+    @property
+    def succession_s(self) -> float:
+        """After so long without a coordinator none will come any more."""
+        return self._settings.heartbeat_timeout * (1 if len(self.endpoints) == 1 else 4)
+
+    @property
+    def _patience_s(self) -> float:
+        """A host that is gone must not be waited for for long where others may answer."""
+        return self._settings.heartbeat_timeout / (1 if len(self.endpoints) == 1 else 4)
+
+    def _try_next(self) -> None:
+        position = self.endpoints.index(self.endpoint) + 1
+        self.endpoint = self.endpoints[position % len(self.endpoints)]
+
     async def _connect(self, session: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
         return await session.ws_connect(
-            self._url,
+            f"http://{self.endpoint}{self._path}",
             headers=self._headers,
             max_msg_size=wire.MAX_MESSAGE_BYTES,
             heartbeat=self._settings.heartbeat_timeout,  # a ping after so long a silence; half of it for the answer
@@ -148,7 +174,8 @@ class Link:
         self.cause = cause
         self._on_change()
 
-    async def _serve(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
+    async def _serve(self, websocket: aiohttp.ClientWebSocketResponse) -> bool:
+        """Returns: False if this process broke it."""
         tune(websocket, self._settings.heartbeat_timeout)
         self._websocket = websocket
         if not self._was_connected:
@@ -161,6 +188,9 @@ class Link:
             self._outbox.put(self._heartbeat())
             self._on_change()
             self.cause = await self._receive(websocket)
+            if self.cause == _UNWANTED:
+                self._try_next()
+            return self.cause != _UNWANTED  # noqa: TRY300 - what could fail is above
         except asyncio.CancelledError:
             await self._say_goodbye(websocket)
             raise
@@ -176,7 +206,7 @@ class Link:
             message = await websocket.receive()
             if message.type is aiohttp.WSMsgType.TEXT:
                 if not self._on_frame(message.data):
-                    return "this process broke the connection"
+                    return _UNWANTED
             elif message.type is aiohttp.WSMsgType.CLOSE:
                 if message.data == aiohttp.WSCloseCode.POLICY_VIOLATION:
                     self.refusal = f"it closed the connection: {message.extra}"

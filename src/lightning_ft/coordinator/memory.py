@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 NUM_FILES = 3
@@ -20,6 +21,16 @@ def make_files() -> list[int]:
         with tempfile.TemporaryFile() as file:
             descriptors.append(os.dup(file.fileno()))
     return descriptors
+
+
+def open_files(directory: Path) -> list[int]:
+    """Return descriptors of files in a directory that outlive this process; they are made if they are not there.
+
+    Raises:
+        OSError: They can't be.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    return [os.open(directory / f"decisions.{number}", os.O_RDWR | os.O_CREAT, 0o600) for number in range(NUM_FILES)]
 
 
 class Memory:

@@ -9,6 +9,7 @@ Everything happens on one event loop, one event at a time. No peer is ever waite
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import logging
 import socket
@@ -20,15 +21,17 @@ from aiohttp import web
 
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.accepted import CLOSING_TIME_S, Connection, RefusedError, accept
-from lightning_ft.coordinator.channel import AGENT_PATH, MEMBER_PATH
+from lightning_ft.coordinator.channel import AGENT_PATH, GATHERING_PATH, MEMBER_PATH
 from lightning_ft.coordinator.ending import Ending, Identity
 from lightning_ft.coordinator.memory import Memory
 from lightning_ft.coordinator.nodes import Nodes
 from lightning_ft.coordinator.probe import wait_until_refused
+from lightning_ft.coordinator.replicas import Replicas
 from lightning_ft.event_log import DEFAULT_NAME, EventLog, exception_of
 from lightning_ft.faultpoints import reach
 from lightning_ft.membership import effects, events, machine, snapshot, state, wire
-from lightning_ft.membership.ids import in_order
+from lightning_ft.membership.ids import as_ranges, in_order, parse_logical_id
+from lightning_ft.membership.replication import Ledger, node_of
 from lightning_ft.membership.transitions import ALL_LEFT
 
 logger = logging.getLogger("lightning_ft")
@@ -40,9 +43,6 @@ _TICKS = 12
 """Deadlines are judged at least so often in a `heartbeat_timeout`: silence is noticed a twelfth of it late at most."""
 
 _WORD_EVERY_S = 30.0
-
-_HOME = 0
-"""The node whose agent started the coordinator."""
 
 _FROM_ITSELF = (events.Hello, events.Parked, events.Leaving, events.Ready, events.Heartbeat)
 
@@ -56,10 +56,14 @@ class CoordinatorServer:
         token: Secret that peers must present.
         event_log: Where events go.
         memory: Where decisions are kept. If an earlier coordinator left some, this one goes on from there.
+        replica: Id of the replica of the agent that has started it; None: no agent did, it is a service of its own.
+        term: Its term; 0: no other node keeps its decisions, and it can have no successor.
         clock: Monotonic seconds.
 
     Attributes:
         ended: Set once the job is over, and its status told: no member is connected, and no agent has processes.
+        status: The job's, once it is over.
+        is_deposed: Whether it ended because another coordinator has taken its place.
 
     Threads: one event loop's only.
     """
@@ -72,6 +76,8 @@ class CoordinatorServer:
         event_log: EventLog,
         *,
         memory: Memory | None = None,
+        replica: int | None = 0,
+        term: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -79,10 +85,17 @@ class CoordinatorServer:
         self._event_log = event_log
         self._clock = clock
         self._memory = memory
+        self._home = None if replica is None else node_of(replica)
+        self._expected = tuple(expected_members)
+        self.is_deposed = False
+        self.status: int | None = None
+        self._outgoing: collections.deque[_Outgoing] = collections.deque()
         start_timeout_s = max(settings.longest_timeout, START_TIMEOUT_S)
         saved = None if memory is None else memory.load()
         self._not_over_before_s = clock()
         self._next_word_s = clock() + _WORD_EVERY_S
+        home = replica or 0
+        self._replicas = Replicas(_ledger(saved, term, home), home, settings.heartbeat_timeout, clock)
         if memory is not None and saved is not None:
             self._state = snapshot.load(saved["core"], clock(), settings.longest_timeout, start_timeout_s)
             self._ending = Ending((member, incarnation) for member, incarnation in saved["released"])
@@ -98,18 +111,23 @@ class CoordinatorServer:
             self._ending = Ending()
             shown = {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
             self.record("job_started", members=list(self._state.view.members), settings=shown)
-            self._save()
+        self._standbys: dict[int, str] = {}
         self._members: dict[Identity, Connection] = {}
         self._agents: dict[int, Connection] = {}
         self._done: set[int] = set()
         self._nodes = Nodes(settings.heartbeat_timeout)
-        self._kills = {(kill.member, kill.incarnation): kill for kill in snapshot.pending_kills(self._state)}
+        self._kills: dict[Identity, effects.Kill] = {}
         self._probes: dict[Identity, asyncio.Task[None]] = {}
         self._refusals: dict[str, str] = {}
         self._runner: web.AppRunner | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._is_closing = False
         self.ended = asyncio.Event()
+        self._decided = self._save()  # the last coordinator may have kept it here alone
+        again = [(kill, kill.incarnation) for kill in snapshot.pending_kills(self._state)]
+        is_stop = self._state.phase is state.Phase.STOPPED
+        self._outgoing.append(_Outgoing(self._decided, [], again, events.Tick(), is_stop))
+        self._carry_out()
 
     @property
     def generation(self) -> int:
@@ -129,7 +147,12 @@ class CoordinatorServer:
     async def start(self, listener: socket.socket) -> None:
         """Accept connections on a listening socket, and start to tick."""
         application = web.Application()
-        application.add_routes([web.get(MEMBER_PATH, self._serve_member), web.get(AGENT_PATH, self._serve_agent)])
+        routes = {
+            MEMBER_PATH: self._serve_member,
+            AGENT_PATH: self._serve_agent,
+            GATHERING_PATH: self._serve_arrival,
+        }
+        application.add_routes([web.get(path, handler) for path, handler in routes.items()])
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=CLOSING_TIME_S)
         await self._runner.setup()
         await web.SockSite(self._runner, listener, backlog=1024).start()
@@ -153,6 +176,7 @@ class CoordinatorServer:
             members = self._members_by_node().values()
             status = self._ending.status({identity for of_node in members for identity in of_node})
             self.record("job_finished", status=status)
+            self.status = status
             for agent in self._agents.values():
                 agent.send(wire.JobEnded(status))
             self.ended.set()
@@ -160,7 +184,9 @@ class CoordinatorServer:
     def _end_if_over(self) -> None:
         """The job is over when no member is connected and every agent has said that its processes have ended."""
         is_settled = self._state.phase is state.Phase.STOPPED or self._clock() >= self._not_over_before_s
-        if is_settled and _HOME in self._agents and not self._members and set(self._agents) <= self._done:
+        # Without an agent of its own nobody has to hear of it: the agents end when their processes have ended.
+        is_told = self._state.phase is state.Phase.STOPPED if self._home is None else self._home in self._agents
+        if is_settled and is_told and not self._outgoing and not self._members and set(self._agents) <= self._done:
             self.end()
 
     def record(self, event: str, member: str | None = None, **fields: Any) -> None:
@@ -194,32 +220,46 @@ class CoordinatorServer:
     async def _serve_agent(self, request: web.Request) -> web.WebSocketResponse:
         connection = await accept(request, self._token, self._settings.heartbeat_timeout)
         node: int | None = None
+        replica = 0
         try:
             hello = await self._first(connection, (wire.AgentHello,))
             node = hello.node
+            replica = hello.replica
             self._attach_agent(connection, hello)
             while (text := await connection.receive()) is not None:
-                message = _decode(text, wire.FROM_AGENT, None)
-                self._hear_agent(node)
-                if isinstance(message, wire.AgentHeartbeat):
-                    if message.computing:
-                        self._apply(events.Vouched(message.computing))
-                elif isinstance(message, events.Exited):
-                    self._on_exited(message, node)
-                elif isinstance(message, wire.AgentDone):
-                    self._done.add(node)
-                    self._nodes.forget(node)
-                    self._end_if_over()
+                self._on_agent_message(_decode(text, wire.FROM_AGENT, None), node, replica, connection)
         except RefusedError as refusal:
             await connection.refuse(str(refusal))
         finally:
             connection.outbox.close()
+            self._replicas.detach(replica, connection)
             if node is not None and self._agents.get(node) is connection:
                 del self._agents[node]
                 if not self._is_closing:
                     logger.debug("the agent of node %d disconnected", node)
                     self._end_if_over()
         return connection.websocket
+
+    async def _serve_arrival(self, request: web.Request) -> web.WebSocketResponse:
+        """Tell the agent of a node which of its members the job knows already: it may not be the first of that node."""
+        connection = await accept(request, self._token, self._settings.heartbeat_timeout)
+        try:
+            arrived = await self._first(connection, (wire.NodeArrived,))
+            connection.send(self._beginning_for(arrived.node))
+            await connection.say_goodbye()
+        except RefusedError as refusal:
+            await connection.refuse(str(refusal))
+        finally:
+            connection.outbox.close()
+        return connection.websocket
+
+    def _beginning_for(self, node: int | None) -> wire.JobBegins:
+        if node not in {parse_logical_id(member)[0] for member in self._expected}:
+            raise RefusedError("the job has begun already, without this node")
+        waiting = [(joiner.member, joiner.incarnation) for joiner in self._state.joiners.scan()]
+        known = dict(self._members_by_node().get(node, []))
+        known.update({member: number for member, number in waiting if parse_logical_id(member)[0] == node})
+        return wire.JobBegins(node, as_ranges(self._expected), tuple(known.items()))
 
     def _attach_member(self, connection: Connection, identity: Identity) -> None:
         connection.peer = f"{identity[0]} (incarnation {identity[1]})"
@@ -228,7 +268,8 @@ class CoordinatorServer:
         if old is not None:
             old.replace()
         self._end_probe(identity)
-        connection.send(wire.Welcome(self._settings.heartbeat_interval))
+        connection.send(wire.Welcome(self._settings.heartbeat_interval, self._replicas.term))
+        self._tell_standbys(connection)
 
     def _attach_agent(self, connection: Connection, hello: wire.AgentHello) -> None:
         connection.peer = f"the agent of node {hello.node}"
@@ -238,12 +279,48 @@ class CoordinatorServer:
             old.replace()
         self._done.discard(hello.node)  # until it says so again
         self._hear_agent(hello.node)
-        connection.send(wire.Welcome(self._settings.heartbeat_interval))
-        if self._state.phase is state.Phase.STOPPED:
+        connection.send(wire.Welcome(self._settings.heartbeat_interval, self._replicas.term))
+        if hello.term > self._replicas.term:
+            self._step_down()
+            return
+        if hello.standby and self._standbys.get(hello.node) != hello.standby:
+            self._standbys[hello.node] = hello.standby
+            for other in (*self._members.values(), *self._agents.values()):
+                self._tell_standbys(other)
+        else:
+            self._tell_standbys(connection)
+        if self._state.phase is state.Phase.STOPPED and not self._outgoing:
             self._tell_stopped(connection, self._members_by_node().get(hello.node, []))
         for identity in hello.incarnations:
             if identity in self._kills:
                 connection.send(self._kills[identity])
+
+    def _tell_standbys(self, connection: Connection) -> None:
+        if self._standbys:
+            connection.send(wire.Standbys(tuple(endpoint for _, endpoint in sorted(self._standbys.items()))))
+
+    def _on_agent_message(self, message: wire.Message, node: int, replica: int, connection: Connection) -> None:
+        self._hear_agent(node)
+        match message:
+            case wire.AgentHeartbeat():
+                self._replicas.heard(replica, message.heard_s)
+                self._replicas.beat(replica)
+                if message.computing:
+                    self._apply(events.Vouched(message.computing))
+            case wire.Promised():
+                if message.term == self._replicas.term:
+                    self._replicas.attach(replica, connection)
+            case wire.Kept():
+                if self._replicas.kept(replica, message.number):
+                    self._carry_out()
+            case events.Exited():
+                self._on_exited(message, node)
+            case wire.AgentDone():
+                self._done.add(node)
+                self._nodes.forget(node)
+                self._replicas.done(replica)
+                self._renew_replicas()
+                self._end_if_over()
 
     def _hear_agent(self, node: int) -> None:
         if node not in self._done and self._nodes.hear(node, self._state.clock_s(self._clock())):
@@ -341,6 +418,8 @@ class CoordinatorServer:
         while True:
             await asyncio.sleep(self._pause_s)
             self._apply(events.Tick())
+            self._renew_replicas()
+            self._give_up_without_a_majority()
             self._report_silent_nodes()
             self._tell_who_is_awaited()
             self._end_if_over()
@@ -365,17 +444,52 @@ class CoordinatorServer:
         lines = [self._line(effect) for effect in todo if isinstance(effect, effects.Record)]
         if snapshot.is_decision(before, self._state):
             reach("decision.made")
-            self._save(lines)  # before anybody hears of it
+            self._decided = self._save(lines)  # before anybody hears of it
             reach("decision.saved")
-        for line in lines:
-            self._event_log.append(line)
-        for effect in todo:
-            try:
-                self._execute(effect, event)
-            except Exception:
-                logger.exception("the coordinator failed to carry out %s", effect)
-        if self._state.phase is state.Phase.STOPPED and before.phase is not state.Phase.STOPPED:
-            self._stopped()
+        is_stop = self._state.phase is state.Phase.STOPPED and before.phase is not state.Phase.STOPPED
+        named = [(effect, self._incarnation(effect.member, event)) for effect in todo if effect.member is not None]
+        self._outgoing.append(_Outgoing(self._decided, lines, named, event, is_stop))
+        self._carry_out()
+
+    def _carry_out(self) -> None:
+        """Do what was decided, in order, as far as enough nodes keep it."""
+        while self._outgoing and self._replicas.holds(self._outgoing[0].number):
+            outgoing = self._outgoing.popleft()
+            for line in outgoing.lines:
+                self._event_log.append(line)
+            for effect, incarnation in outgoing.todo:
+                try:
+                    self._execute(effect, incarnation, outgoing.cause)
+                except Exception:
+                    logger.exception("the coordinator failed to carry out %s", effect)
+            if outgoing.is_stop:
+                self._stopped()
+
+    def _renew_replicas(self) -> None:
+        """Have those nodes keep the decisions that are there."""
+        if self._replicas.are_outdated and self._state.phase is not state.Phase.STOPPED:
+            self._save()
+
+    def _step_down(self) -> None:
+        """End, because another coordinator has taken this one's place: nobody's state here means anything any more."""
+        logger.warning("[job g%d] another coordinator has taken this one's place", self.generation)
+        self.is_deposed = True
+        self.ended.set()
+
+    def _give_up_without_a_majority(self) -> None:
+        """What was decided can't be kept: the others are lost, or this node is cut off and they go on without it."""
+        lost_s = self._replicas.lost_s()
+        if not self._outgoing or lost_s < self._settings.heartbeat_timeout or self.ended.is_set():
+            return
+        reason = f"too few nodes are left to decide: no majority of their agents was heard for {lost_s:.3g} s"
+        self._outgoing.clear()
+        self.record("job_stopped", reason=reason)
+        for (member, _), connection in self._members.items():
+            connection.send(effects.Stop(member, reason))
+        members = self._members_by_node()
+        for node, agent in self._agents.items():
+            agent.send(wire.JobStopped(reason, is_failed=True, members=tuple(members.get(node, []))))
+        self.ended.set()
 
     def _stopped(self) -> None:
         for identity in list(self._probes):
@@ -388,26 +502,35 @@ class CoordinatorServer:
         fields = dict(record.fields)
         return self._event_log.line(record.event, generation=record.generation, member=record.member, **fields)
 
-    def _save(self, lines: Sequence[str] = ()) -> None:
-        """Keep what was decided. If that fails, this process ends: another goes on from what was kept before."""
+    def _save(self, lines: Sequence[str] = ()) -> int:
+        """Keep what was decided. If that fails, this process ends: another goes on from what was kept before.
+
+        Returns: Number of the entry that the nodes have to keep before it may be told.
+        """
         if self._memory is None:
-            return
+            return 0
         log_path = self._event_log.path
-        self._memory.save(
-            {
-                "core": snapshot.dump(self._state),
-                "released": sorted(self._ending.released),
-                "event_log": None if log_path is None else str(log_path),
-                "lines": [*self._event_log.unwritten(), *lines],
-            }
-        )
+        waiting = [line for outgoing in self._outgoing for line in outgoing.lines]
+        saved = {
+            "core": snapshot.dump(self._state),
+            "released": sorted(self._ending.released),
+            "event_log": None if log_path is None else str(log_path),
+            "lines": [*self._event_log.unwritten(), *waiting, *lines],
+        }
+        entry = self._replicas.propose(saved)
+        if entry is None:
+            self._memory.save({**saved, "replication": None})
+            return 0
+        self._memory.save({**saved, "replication": [entry.term, entry.number, entry.before, entry.replicas]})
+        self._replicas.send(entry)
+        return entry.number
 
     def _note_released(self, release: effects.Release) -> None:
         known = self._state.members.get(release.member)
         if known is not None and known.incarnation == release.incarnation:  # else it came when the job had ended
             self._ending.released.add((release.member, release.incarnation))
 
-    def _execute(self, effect: effects.Effect, cause: events.Event) -> None:
+    def _execute(self, effect: effects.Effect, incarnation: int, cause: events.Event) -> None:
         match effect:
             case effects.Record():
                 pass  # it is in the event log already
@@ -422,13 +545,14 @@ class CoordinatorServer:
             case effects.Kill():
                 self._kill(effect)
             case effects.Acknowledge():
-                self._send((effect.member, self._incarnation(effect.member, cause)), effect)
+                if self._replicas.has_lease:
+                    self._send((effect.member, incarnation), effect)
             case effects.Evict() | effects.Release():
                 reach("member.told")
                 self._send((effect.member, effect.incarnation), effect)
             case _:
                 reach("member.told")
-                self._send((effect.member, self._incarnation(effect.member, cause)), effect)
+                self._send((effect.member, incarnation), effect)
 
     def _incarnation(self, member: str, cause: events.Event) -> int:
         """The one that the core means when it names a member alone: who asked, or who is waited for."""
@@ -466,6 +590,26 @@ class CoordinatorServer:
         task = self._probes.pop(identity, None)
         if task is not None:
             task.cancel()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """What is to be done after a step, once the entry `number` holds; each effect with the incarnation it is for."""
+
+    number: int
+    lines: list[str]
+    todo: list[tuple[Any, int]]
+    cause: events.Event
+    is_stop: bool
+
+
+def _ledger(saved: dict[str, Any] | None, term: int, replica: int) -> Ledger | None:
+    if not term:
+        return None
+    if saved is not None:
+        _, number, before, replicas = saved["replication"]
+        return Ledger(term, number, tuple(before), tuple(replicas))
+    return Ledger(term, 0, (replica,), (replica,))
 
 
 def _decode(text: str, expect: tuple[type, ...], peer: wire.Peer | None) -> wire.Message:

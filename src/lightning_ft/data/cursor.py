@@ -116,7 +116,7 @@ class Cursor:
     @property
     def owed(self) -> Ranges:
         """The positions that have not been done with, in the order in which they would be dealt again."""
-        return _joined(itertools.chain(*self.holes, self.rest))
+        return joined(itertools.chain(*self.holes, self.rest))
 
     @property
     def is_finished(self) -> bool:
@@ -138,13 +138,19 @@ class Cursor:
             )
         rank, num_members, num_left = self.members.index(member), len(self.members), self.num_left
         dealt, _ = _split(self.rest, num_left * num_members)
-        share = tuple(_every(dealt, rank, num_members))
+        share = tuple(every(dealt, rank, num_members))
         num_missing = num_left - _count(share)
         assert num_missing in (0, 1), (num_missing, self)
         if num_missing:
             padding = (rank + (num_left - 1) * num_members - _count(dealt)) % self.length
             share += (range(padding, padding + 1),)
         return share
+
+    def next_of_each(self, count: int) -> tuple[Ranges, ...]:
+        """Return for each rank the next `count` positions of its share, without padding."""
+        num_members = len(self.members)
+        dealt, _ = _split(self.rest, count * num_members)
+        return tuple(tuple(every(dealt, rank, num_members)) for rank in range(num_members))
 
     # -- what changes it --------------------------------------------------------------------------------------------
 
@@ -165,14 +171,14 @@ class Cursor:
                 f"commit failed: expected a count from 0 to {num_left}, which is left of each member's share, got "
                 f"{count} (taken={self.taken}). Count each batch once, by how many samples one member took."
             )
-        taken, rest = _split(self.rest, count * num_members)
+        _, rest = _split(self.rest, count * num_members)
         holes = self.holes
         if contributors is not None and contributors != self.members:
             present = self._present(contributors)
             if len(present) < num_members:
                 holes = tuple(
-                    own if member in present else _joined((*own, *_every(taken, rank, num_members)))
-                    for rank, (member, own) in enumerate(zip(self.members, self.holes, strict=True))
+                    own if member in present else joined((*own, *taken))
+                    for member, own, taken in zip(self.members, self.holes, self.next_of_each(count), strict=True)
                 )
         return dataclasses.replace(self, rest=rest, holes=holes, taken=self.taken + count)
 
@@ -267,8 +273,8 @@ def _split(pieces: Ranges, num_first: int) -> tuple[Ranges, Ranges]:
     return pieces, ()
 
 
-def _every(pieces: Iterable[range], first: int, step: int) -> Iterator[range]:
-    """Yield every step-th position of a concatenation, from the first-th on; first < step."""
+def every(pieces: Iterable[range], first: int, step: int) -> Iterator[range]:
+    """Yield, as ranges, every step-th position of a concatenation, from the first-th on; first < step."""
     for piece in pieces:
         part = piece[first::step]
         if part:
@@ -276,7 +282,7 @@ def _every(pieces: Iterable[range], first: int, step: int) -> Iterator[range]:
         first = (first - len(piece)) % step
 
 
-def _joined(pieces: Iterable[range]) -> Ranges:
+def joined(pieces: Iterable[range]) -> Ranges:
     """The same positions in the same order, in as few ranges as come of joining neighbours."""
     found: list[range] = []
     for piece in pieces:

@@ -102,7 +102,7 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         if world is not None and (world.size(), world.rank()) == (self.num_replicas, self.rank):
             members, self.member = world.members, world.ring.member
         self._permutation: torch.Tensor | None = None
-        self._permutation_of = (0, 0)
+        self._permutation_of = (0, 0, 0)
         self._num_deals = self._iterated_deal = 0
         self._open_blocks: dict[int, list[int]] = {}
         self._deal(Cursor.begin(self._dataset_length(), members, drop_last=drop_last), self.member, self.epoch)
@@ -116,16 +116,11 @@ class ElasticDistributedSampler(DistributedSampler[int]):
             ValueError: The data set has become shorter than the epoch.
         """
         cursor = self._cursor
-        if self._dataset_length() < cursor.length:
-            raise ValueError(
-                f"iterating failed: expected a data set of at least the {cursor.length} samples with which epoch "
-                f"{self.epoch} began, got {self._dataset_length()}. Change it between epochs, before set_epoch."
-            )
         if cursor.taken and not cursor.num_left:
             advice = "call set_epoch" if cursor.is_finished else "samples of lost members are owed, call redeal"
             _log.warning("[%s] nothing is left of this share of epoch %d: %s", self.member, self.epoch, advice)
         self._iterated_deal = self._num_deals
-        return itertools.chain.from_iterable(self._blocks(cursor.share(self.member), self._num_deals))
+        return self._drawn_from(cursor)
 
     def __len__(self) -> int:
         return self._cursor.taken + self._cursor.num_left
@@ -151,6 +146,16 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         return self._cursor.num_left
 
     @property
+    def num_true(self) -> int:
+        """Samples that are left of the own share, without padding."""
+        return sum(map(len, self._cursor.next_of_each(self.num_left)[self.rank]))
+
+    @property
+    def cursor(self) -> Cursor:
+        """What the recorded steps have consumed of the epoch; never changes."""
+        return self._cursor
+
+    @property
     def is_first_deal(self) -> bool:
         """Whether shares are still those of `DistributedSampler`: nobody came or went since the epoch's first step."""
         return self._cursor.is_first_deal
@@ -169,6 +174,15 @@ class ElasticDistributedSampler(DistributedSampler[int]):
     def members(self) -> tuple[Member, ...]:
         """Whom the present deal is for, in rank order."""
         return self._cursor.members
+
+    def draw_nothing(self) -> None:
+        """Take note that an iterator of the present deal was needed no more: nothing is left of the share."""
+        self._iterated_deal = self._num_deals
+
+    def whole_share(self) -> Iterator[int]:
+        """Yield the data set indices of a share of the whole epoch, whatever was recorded."""
+        cursor = self._cursor
+        return self._drawn_from(Cursor.begin(cursor.length, cursor.members, drop_last=cursor.drop_last))
 
     def record_batch(self, count: int, contributors: Iterable[Member] | None = None) -> None:
         """Count what a committed step consumed.
@@ -249,6 +263,20 @@ class ElasticDistributedSampler(DistributedSampler[int]):
                 )
         self._deal(cursor.redeal(self._members()), self.member, state["epoch"])
 
+    def indices(self, positions: range) -> list[int]:
+        """Return the data set indices at these positions of the epoch's order."""
+        if not self.shuffle:
+            return list(positions)
+        wanted = (self.seed, self.epoch, self._cursor.length)
+        if self._permutation is None or self._permutation_of != wanted:
+            self._permutation = None  # before the next is made
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + self.epoch)
+            self._permutation = torch.randperm(self._cursor.length, generator=generator)
+            self._permutation_of = wanted
+        found: list[int] = self._permutation[positions.start : positions.stop : positions.step].tolist()
+        return found
+
     # -- within -------------------------------------------------------------------------------------------------------
 
     def _deal(self, cursor: Cursor, member: Member, epoch: int) -> None:
@@ -273,6 +301,14 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         length: int = len(self.dataset)  # type: ignore[arg-type]
         return length
 
+    def _drawn_from(self, cursor: Cursor) -> Iterator[int]:
+        if self._dataset_length() < cursor.length:
+            raise ValueError(
+                f"iterating failed: expected a data set of at least the {cursor.length} samples with which epoch "
+                f"{self.epoch} began, got {self._dataset_length()}. Change it between epochs, before set_epoch."
+            )
+        return itertools.chain.from_iterable(self._blocks(cursor.share(self.member), self._num_deals))
+
     def _blocks(self, share: Ranges, deal: int) -> Iterator[list[int]]:
         """Yield indices in blocks, in one list: whoever deals again clears it, which ends the block at once.
 
@@ -284,7 +320,7 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         try:
             for piece in share:
                 for first in range(0, len(piece), _BLOCK):
-                    block[:] = self._indices(piece[first : first + _BLOCK])
+                    block[:] = self.indices(piece[first : first + _BLOCK])
                     yield block
                     self._check_deal(deal)
         finally:
@@ -296,19 +332,6 @@ class ElasticDistributedSampler(DistributedSampler[int]):
                 f"iterating failed: the samples were dealt again after this iterator was made (member={self.member}, "
                 f"epoch={self.epoch}), and what it would yield may be another member's now. Make a new iterator."
             )
-
-    def _indices(self, positions: range) -> list[int]:
-        if not self.shuffle:
-            return list(positions)
-        wanted = (self.epoch, self._cursor.length)
-        if self._permutation is None or self._permutation_of != wanted:
-            self._permutation = None  # before the next is made
-            generator = torch.Generator()
-            generator.manual_seed(self.seed + self.epoch)
-            self._permutation = torch.randperm(self._cursor.length, generator=generator)
-            self._permutation_of = wanted
-        indices: list[int] = self._permutation[positions.start : positions.stop : positions.step].tolist()
-        return indices
 
 
 def _world() -> FaultTolerantProcessGroup | None:

@@ -1,9 +1,12 @@
 """The agent: the process that a user starts. It starts one child per device, and ends with the job's status.
 
-The agent of node 0 also keeps the coordinator running. An agent is never a rank, so that every rank is as mortal as any
-other. What a child finds in its environment:
+The agent of node 0 also keeps the coordinator running; if it is lost with its node, another node's agent starts a
+successor. An agent is never a rank, so that every rank is as mortal as any other.
+
+What a child finds in its environment:
 
     LIGHTNING_FT_COORDINATOR, LIGHTNING_FT_TOKEN     where the coordinator is, and the proof of belonging to the job
+    LIGHTNING_FT_STANDBYS                            where its successors may be (`host:port,host:port`)
     LIGHTNING_FT_MEMBER, LIGHTNING_FT_INCARNATION    who it is (`node/slot`), and its how-manieth start this is
     LIGHTNING_FT_EXPECTED                            the members the job starts with, as ranges (`0-3/0-7`)
     LIGHTNING_FT_AGENT_FD, LIGHTNING_FT_AGENT_PID    a pipe that ends when the agent does (see `child.watch_agent`)
@@ -35,9 +38,11 @@ from lightning_ft.coordinator.agent_client import AgentClient
 from lightning_ft.coordinator.ending import job_status
 from lightning_ft.errors import LaunchError
 from lightning_ft.launch.coordinator import CoordinatorProcess
+from lightning_ft.launch.standby import Standby
 from lightning_ft.launch.status import Processor, end_of, in_words, is_stopped
 from lightning_ft.membership import events
-from lightning_ft.membership.ids import as_ranges, in_order
+from lightning_ft.membership.ids import as_ranges, in_order, parse_logical_id
+from lightning_ft.membership.replication import next_term
 
 logger = logging.getLogger("lightning_ft")
 
@@ -107,6 +112,8 @@ class Agent:
         settings: The job's settings.
         expected_members: Logical ids of all members the job starts with; sorted, they are the first ranks.
         host_coordinator: Whether this agent runs the coordinator.
+        is_hosted: Whether it is a service of its own, which no node's agent can replace.
+        incarnations: Of this node's members, the last that the job knows: another agent of this node was there before.
         cwd: Directory that the commands run in; None: this process's.
         termination_grace_time: Seconds a child may take to end when it is asked to.
     """
@@ -121,6 +128,8 @@ class Agent:
         settings: Settings,
         expected_members: Sequence[str],
         host_coordinator: bool,
+        is_hosted: bool = False,
+        incarnations: Mapping[str, int] | None = None,
         cwd: str | None = None,
         termination_grace_time: float = TERMINATION_GRACE_TIME_S,
     ) -> None:
@@ -131,6 +140,8 @@ class Agent:
         self._settings = settings
         self._expected = in_order(expected_members)
         self._host_coordinator = host_coordinator
+        self._is_hosted = is_hosted
+        self._earlier = dict(incarnations or {})
         self._cwd = cwd
         self._grace_s = termination_grace_time
         self._token = os.environ.get(f"{ENV_PREFIX}TOKEN") or secrets.token_urlsafe(32)
@@ -139,6 +150,7 @@ class Agent:
         self._kills: set[asyncio.Task[None]] = set()
         self._exits: list[events.Exited] = []
         self._coordinator: CoordinatorProcess | None = None
+        self._standby: Standby | None = None
         self._client: AgentClient | None = None
         self._guard: asyncio.Task[None] | None = None
         self._num_interrupts = 0
@@ -158,7 +170,10 @@ class Agent:
                 f"{settings.min_world_size}"
             )
         if settings.coordinator is None and (not host_coordinator or len(self._expected) != num_slots):
-            raise ValueError("a job of several nodes needs the setting coordinator=host:port of node 0, got None")
+            raise ValueError(
+                "a job of several nodes needs the setting coordinator=host:port of node 0, or MASTER_ADDR and "
+                "MASTER_PORT in the environment, got None"
+            )
 
     async def run(self) -> int:
         """Start the children and stay until the job is over; no child survives this call.
@@ -171,10 +186,7 @@ class Agent:
         with self._forwarded_signals(), _agent_pipe() as read_fd:
             try:
                 endpoint = self._start_coordinator()
-                self._client = AgentClient(
-                    endpoint, self._token, self._node, self._settings, self._kill, computing=self._computing
-                )
-                self._client.start()
+                self._client = self._connect(endpoint)
                 self._guard = asyncio.create_task(self._guard_coordinator())
                 try:
                     self._start_children(endpoint, read_fd)
@@ -189,18 +201,53 @@ class Agent:
     def _member(self, slot: int) -> str:
         return f"{self._node}/{slot}"
 
+    @property
+    def _num_nodes(self) -> int:
+        return 1 + max(parse_logical_id(member)[0] for member in self._expected)
+
     def _start_coordinator(self) -> str:
         if not self._host_coordinator:
             return str(self._settings.coordinator)
         self._coordinator = CoordinatorProcess(self._settings.coordinator)
-        self._coordinator.start(self._job_environment())
         return self._coordinator.endpoint
 
+    def _connect(self, endpoint: str) -> AgentClient:
+        if self._num_nodes > 1 and not self._is_hosted:
+            try:
+                self._standby = Standby(endpoint, self._node, self._num_nodes, self._settings)
+            except OSError as error:
+                logger.warning("this node can't take a lost coordinator's place: %s", error)
+        client = AgentClient(
+            endpoint,
+            self._token,
+            self._node,
+            self._settings,
+            self._kill,
+            computing=self._computing,
+            standby="" if self._standby is None else self._standby.endpoint,
+        )
+        if self._coordinator is not None:
+            term = next_term(0, self._node, self._num_nodes) if self._num_nodes > 1 else 0
+            self._coordinator.start(self._job_environment(), "--replica", str(client.replica_id), "--term", str(term))
+        client.start()
+        return client
+
     async def _guard_coordinator(self) -> None:
+        """Replace the coordinator if it does not answer; start a successor if another node's is lost."""
         assert self._client is not None
-        while self._coordinator is not None:
+        client = self._client
+        while True:
             await asyncio.sleep(self._settings.heartbeat_interval)
-            self._coordinator.replace_if_stuck(self._client.silent_s, self._settings.heartbeat_timeout)
+            if self._coordinator is not None and self._coordinator.is_deposed:
+                coordinator, self._coordinator = self._coordinator, None
+                await coordinator.end(0.0)
+                if self._standby is not None:
+                    self._standby.renew()
+            elif self._coordinator is not None:
+                self._coordinator.replace_if_stuck(client.silent_s, self._settings.heartbeat_timeout)
+            elif self._standby is not None and not client.stopped.is_set() and self._standby.is_due(client):
+                logger.warning("the coordinator is lost: trying to take its place")
+                self._coordinator = self._standby.start(client, self._job_environment())
 
     def _start_children(self, endpoint: str, read_fd: int) -> None:
         common = self._common_environment(endpoint, read_fd)
@@ -209,7 +256,8 @@ class Agent:
             return self._start_child(slot, incarnation, common, read_fd)
 
         for slot in range(self._num_slots):
-            self._watchers.add(asyncio.create_task(self._keep_running(start(slot, 1), start)))
+            first = self._earlier.get(self._member(slot), 0) + 1
+            self._watchers.add(asyncio.create_task(self._keep_running(start(slot, first), start)))
 
     def _start_child(self, slot: int, incarnation: int, common: Mapping[str, str], read_fd: int) -> _Child:
         member = self._member(slot)
@@ -223,6 +271,7 @@ class Agent:
             **os.environ,
             **common,
             "LOCAL_RANK": str(slot),
+            f"{ENV_PREFIX}STANDBYS": "" if self._client is None else ",".join(self._client.endpoints),
             "RANK": str(self._expected.index(member) if incarnation == 1 else len(self._expected) - 1),
             f"{ENV_PREFIX}MEMBER": member,
             f"{ENV_PREFIX}INCARNATION": str(incarnation),
@@ -272,29 +321,31 @@ class Agent:
     async def _keep_running(self, child: _Child, start: Callable[[int, int], _Child]) -> None:
         """Follow a slot's child to its end, and start it again as often as it may be."""
         while await self._watch(child) and self._may_restart(child):
-            pause_s = _FIRST_PAUSE_S if child.incarnation == 1 else min(_MAX_BACKOFF_S, 2.0 ** (child.incarnation - 2))
+            num_starts = self._num_starts(child)
+            pause_s = _FIRST_PAUSE_S if num_starts == 1 else min(_MAX_BACKOFF_S, 2.0 ** (num_starts - 2))
             assert self._client is not None
             waits = (self._is_ending.wait(), self._client.stopped.wait(), self._restarts_end.wait())
             await _first_of(*waits, timeout_s=pause_s)
             if not self._may_restart(child):
                 return
-            logger.info(
-                "[%s] starting it again (%d of %d)", child.member, child.incarnation, self._settings.max_restarts
-            )
+            logger.info("[%s] starting it again (%d of %d)", child.member, num_starts, self._settings.max_restarts)
             try:
                 child = start(child.slot, child.incarnation + 1)
             except LaunchError:
                 logger.exception("[%s] it stays away", child.member)
                 return
 
+    def _num_starts(self, child: _Child) -> int:
+        return child.incarnation - self._earlier.get(child.member, 0)
+
     def _may_restart(self, child: _Child) -> bool:
         assert self._client is not None
         if child.incarnation > 1 and child.process.returncode == child_module.CANNOT_JOIN_STATUS:
             logger.warning("[%s] stays away: it can't join, for the reason that it has told", child.member)
             return False
-        is_wanted = self._settings.respawn and child.incarnation <= self._settings.max_restarts
+        is_wanted = self._settings.respawn and self._num_starts(child) <= self._settings.max_restarts
         is_over = self._client.stopped.is_set() or self._restarts_end.is_set() or self._is_ending.is_set()
-        is_cut_off = self._client.silent_s > self._settings.heartbeat_timeout  # it would find no job to join
+        is_cut_off = self._client.silent_s > self._client.succession_s  # it would find no job to join
         return is_wanted and not is_over and not is_cut_off
 
     async def _watch(self, child: _Child) -> bool:
@@ -361,13 +412,18 @@ class Agent:
         own_status = job_status(exits, [(ended.member, ended.incarnation) for ended in exits if ended.status == 0])
         if self._coordinator is None:
             # Once the job has ended the coordinator has heard of everything, and is there no more.
-            await _first_of(self._client.flush(self._settings.heartbeat_timeout), self._client.ended.wait())
-            return own_status
+            await _first_of(self._depart(self._client), self._client.ended.wait())
+            return own_status if self._client.job_status is None else self._client.job_status
         # The agents of other nodes end with their members; those of a failed job are not waited for for ever.
         waits = (self._client.ended.wait(), self._given_up.wait(), self._coordinator.ended())
         await _first_of(*waits, timeout_s=self._patience_s)
         await self._coordinator.end(self._settings.heartbeat_timeout)
         return own_status if self._client.job_status is None else self._client.job_status
+
+    async def _depart(self, client: AgentClient) -> None:
+        """Deliver the last exits, and wait until nobody needs what this agent keeps of the coordinator's decisions."""
+        if await client.flush(client.succession_s) and client.replica.term and not client.is_failed:
+            await _first_of(client.dismissed.wait(), timeout_s=client.succession_s)
 
     async def _close(self) -> None:
         if self._guard is not None:
@@ -376,6 +432,8 @@ class Agent:
             await self._client.aclose()
         if self._coordinator is not None:
             await self._coordinator.end(self._settings.heartbeat_timeout)
+        if self._standby is not None:
+            self._standby.close()
 
     def _alive(self) -> list[_Child]:
         return [child for child in self._children.values() if child.process.returncode is None]
@@ -458,6 +516,8 @@ def run_agent(
     settings: Settings,
     expected_members: Sequence[str],
     host_coordinator: bool,
+    is_hosted: bool = False,
+    incarnations: Mapping[str, int] | None = None,
     cwd: str | None = None,
     termination_grace_time: float = TERMINATION_GRACE_TIME_S,
 ) -> int:
@@ -470,6 +530,8 @@ def run_agent(
         settings=settings,
         expected_members=expected_members,
         host_coordinator=host_coordinator,
+        is_hosted=is_hosted,
+        incarnations=incarnations,
         cwd=cwd,
         termination_grace_time=termination_grace_time,
     )

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from lightning_ft import child, errors
 from lightning_ft.config import parse_endpoint
+from lightning_ft.coordinator.channel import NOT_IN_OFFICE
+from lightning_ft.coordinator.listening import listen
 from lightning_ft.coordinator.memory import make_files
 from lightning_ft.launch.status import end_of, in_words
 
@@ -42,9 +44,11 @@ class CoordinatorProcess:
 
     Args:
         endpoint: `host:port` to listen on; None: loopback, any port.
+        listener: A socket that is bound to it already.
 
     Attributes:
         endpoint: Where it is reached.
+        is_deposed: Whether it has ended since another node's coordinator has taken its place.
 
     Raises:
         LaunchError: The address can't be bound.
@@ -52,10 +56,10 @@ class CoordinatorProcess:
     Threads: the event loop's.
     """
 
-    def __init__(self, endpoint: str | None) -> None:
+    def __init__(self, endpoint: str | None, listener: socket.socket | None = None) -> None:
         host, port = ("127.0.0.1", 0) if endpoint is None else parse_endpoint(endpoint)
         try:
-            self._listener = _listen(host, port)
+            self._listener = listen(host, port) if listener is None else listener
         except OSError as error:
             raise errors.LaunchError(
                 f"starting the coordinator failed: can't listen on {host}:{port}: {error.strerror}. "
@@ -65,10 +69,18 @@ class CoordinatorProcess:
         self._memory = make_files()
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
+        self._options: list[str] = []
+        self.is_deposed = False
         self._keeper: asyncio.Task[None] | None = None
 
-    def start(self, environment: Mapping[str, str]) -> None:
-        """Start it, and again whenever it dies; call it in the main thread."""
+    def start(self, environment: Mapping[str, str], *options: str) -> None:
+        """Start it, and again whenever it dies; call it in the main thread.
+
+        Args:
+            environment: Settings, token and expected members.
+            options: As in `coordinator.standalone`.
+        """
+        self._options = list(options)
         self._keeper = asyncio.get_running_loop().create_task(
             self._keep({**os.environ, **environment, "LIGHTNING_FT_MEMBER": "coordinator"})
         )
@@ -122,8 +134,9 @@ class CoordinatorProcess:
                 logger.warning("the coordinator can't be started: %s; trying again", error)
             else:
                 status = await end_of(self._process)
-                if status == 0:
-                    return  # the job is over
+                self.is_deposed = status == NOT_IN_OFFICE
+                if status == 0 or self.is_deposed:
+                    return  # the job is over, or goes on with another
                 logger.warning("the coordinator was %s; starting it again", in_words(status))
             environment = {name: text for name, text in environment.items() if name != "LIGHTNING_FT_FAIL_AT"}
             is_healthy = time.monotonic() - self._started_s > _HEALTHY_LIFE_S
@@ -133,7 +146,18 @@ class CoordinatorProcess:
     def _spawn(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         descriptors = (self._listener.fileno(), *self._memory)
         listener, *memory = map(str, descriptors)
-        command = [sys.executable, "-P", "-c", _BOOT, _SOURCE, "--listener", listener, "--memory", *memory]
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            _BOOT,
+            _SOURCE,
+            "--listener",
+            listener,
+            "--memory",
+            *memory,
+            *self._options,
+        ]
         return subprocess.Popen(
             child.tied_to_this_process(command),
             env=dict(environment),
@@ -141,14 +165,3 @@ class CoordinatorProcess:
             pass_fds=descriptors,
             start_new_session=True,
         )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Listen on loopback, or, for any other name of this host, on all interfaces: it may not be one to bind (NAT)."""
-    if host in ("127.0.0.1", "localhost"):
-        return socket.create_server(("127.0.0.1", port), backlog=1024)
-    if host == "::1":
-        return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", port), backlog=1024)

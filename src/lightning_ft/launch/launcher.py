@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
 from lightning_ft.config import Settings
+from lightning_ft.errors import LaunchError
 from lightning_ft.event_log import say_on_console
 from lightning_ft.launch.agent import run_agent
+from lightning_ft.launch.nodes import join_endpoint, master_endpoint, token_of_environment
 from lightning_ft.lightning_internals import child_command
+
+
+def member_environment(environment: ClusterEnvironment) -> ClusterEnvironment:
+    """Return what tells a member its ranks: in a job that SLURM started, too, that is the agent's environment."""
+    is_member = "LIGHTNING_FT_MEMBER" in os.environ
+    return LightningEnvironment() if is_member and isinstance(environment, SLURMEnvironment) else environment
 
 
 class AgentLauncher(_Launcher):
@@ -29,8 +43,10 @@ class AgentLauncher(_Launcher):
 
     and ends with the job's status: what follows `trainer.fit` in the script is run by the children alone.
 
+    Under SLURM, `srun` starts one agent on each node.
+
     Args:
-        cluster_environment: Says whether the processes were started outside.
+        cluster_environment: Says who started this process, and which node this is.
         num_processes: Members on this node.
         num_nodes: Nodes of the job.
         settings: Of the job.
@@ -56,10 +72,14 @@ class AgentLauncher(_Launcher):
 
         Raises:
             SystemExit: In the agent, with the job's status.
+            LaunchError: Another program has started a process for each rank, which only the agent may.
+            ValueError: A job of several nodes lacks its coordinator or its token.
         """
-        if "LIGHTNING_FT_MEMBER" in os.environ or self._environment.creates_processes_externally:
+        if "LIGHTNING_FT_MEMBER" in os.environ:
             return function(*args, **kwargs)
-        self._environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
+        _refuse_other_launchers(self._environment, self._num_nodes)
+        if self._num_nodes > 1:
+            token_of_environment()
         say_on_console()
         node = self._environment.node_rank()
         status = run_agent(
@@ -67,7 +87,7 @@ class AgentLauncher(_Launcher):
             env_for=self._environment_for,
             node=node,
             num_slots=self._num_processes,
-            settings=self._settings,
+            settings=self._settings_of_node(),
             expected_members=[f"{n}/{s}" for n in range(self._num_nodes) for s in range(self._num_processes)],
             host_coordinator=node == 0,
             cwd=child_command(0)[1],
@@ -77,9 +97,43 @@ class AgentLauncher(_Launcher):
             trainer.loggers = []
         raise SystemExit(status)
 
+    def _settings_of_node(self) -> Settings:
+        """The settings, with the coordinator where Lightning's variables or SLURM's say that node 0 is."""
+        if self._num_nodes == 1 or self._settings.coordinator is not None:
+            return self._settings
+        endpoint = master_endpoint()
+        if endpoint is None and isinstance(self._environment, SLURMEnvironment):
+            endpoint = join_endpoint(self._environment.main_address, self._environment.main_port)
+        return dataclasses.replace(self._settings, coordinator=endpoint)
+
     def _environment_for(self, slot: int) -> dict[str, str]:
         return {"LOCAL_RANK": str(slot)}
 
     @override
     def kill(self, signum: int) -> None:
         """Nothing to do in a member: the agent forwards signals."""
+
+
+def _refuse_other_launchers(environment: ClusterEnvironment, num_nodes: int) -> None:
+    """Raises: LaunchError: Somebody else starts, or watches, each rank."""
+    if isinstance(environment, SLURMEnvironment):
+        num_tasks, found = int(os.environ["SLURM_NTASKS"]), int(os.environ.get("SLURM_NNODES", "1"))
+        if num_tasks != found:
+            raise LaunchError(
+                f"starting the job failed: srun has started {num_tasks} tasks on {found} nodes, but the strategy "
+                "starts the ranks itself. Start one task on each node: --ntasks-per-node=1 --kill-on-bad-exit=0."
+            )
+        if found != num_nodes:
+            raise LaunchError(f"starting the job failed: SLURM has {found} nodes, the Trainer num_nodes={num_nodes}.")
+    elif isinstance(environment, TorchElasticEnvironment):
+        raise LaunchError(
+            "starting the job failed: torchrun has started this process. Its agent kills all ranks when one fails, and "
+            "starts them all again, so that none could survive another. Write `lightning-ft run` in the place of "
+            "`torchrun`, with the same flags, or start the script with python."
+        )
+    elif environment.creates_processes_externally:
+        raise LaunchError(
+            f"starting the job failed: this process has its rank from {type(environment).__name__} "
+            "(LOCAL_RANK is set, or a launcher's variables), but the strategy starts the ranks itself. Start the "
+            "script once on each node, without that launcher."
+        )

@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 
 from lightning_ft.membership import effects, events
 from lightning_ft.membership import wire_fields as read
+from lightning_ft.membership.replication import Entry
 from lightning_ft.membership.wire_fields import short
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Sent in the upgrade request; raised whenever a message changes."""
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -68,10 +69,16 @@ class AgentHello:
     Attributes:
         node: Number of its node.
         incarnations: The running members of the node, each with its incarnation.
+        replica: What it keeps of the coordinator's decisions has this id.
+        term: The highest that it has promised to follow.
+        standby: `host:port` where it would start a successor of the coordinator; empty: nowhere.
     """
 
     node: int
     incarnations: tuple[tuple[str, int], ...]
+    replica: int = 0
+    term: int = 0
+    standby: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,9 +88,11 @@ class AgentHeartbeat:
     Attributes:
         computing: The members of its node whose processes have used the processor since it last said so, or wait for it
             to be given to them; each with its incarnation.
+        heard_s: The time of the last `CoordinatorHeartbeat` that it got; 0: none yet.
     """
 
     computing: tuple[tuple[str, int], ...] = ()
+    heard_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,10 +123,76 @@ class JobEnded:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class NodeArrived:
+    """Said by an agent before the job begins: its node may be a part of it.
+
+    Attributes:
+        num_slots: Members of its node.
+        node: Number of its node; None: any.
+    """
+
+    num_slots: int
+    node: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobBegins:
+    """The answer to `NodeArrived`.
+
+    Attributes:
+        node: Number of the node.
+        expected: The members that the job begins with, as ranges.
+        incarnations: Of the node's members, the last that are known, if this agent is not the node's first.
+    """
+
+    node: int
+    expected: str
+    incarnations: tuple[tuple[str, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Welcome:
-    """The coordinator's answer to `hello`, `ready` and `agent_hello`."""
+    """The coordinator's answer to `hello`, `ready` and `agent_hello`.
+
+    Attributes:
+        term: Its own; 0: it has no successors.
+    """
 
     heartbeat_interval_s: float
+    term: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Promised:
+    """Said by an agent that has promised to follow no coordinator of a lower term; after the `Entry` that it keeps."""
+
+    term: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """Said by an agent: it has kept the entry, and so all earlier ones of the same term."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CoordinatorHeartbeat:
+    """Said to agents: the coordinator lives, and this is its clock."""
+
+    sent_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Standbys:
+    """Said to agents and members: where a successor of the coordinator may be found."""
+
+    endpoints: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dismissed:
+    """Said to an agent that is done: nobody needs what it keeps."""
 
 
 Message = (
@@ -133,7 +208,15 @@ Message = (
     | AgentDone
     | JobStopped
     | JobEnded
+    | NodeArrived
+    | JobBegins
     | Welcome
+    | Entry
+    | Promised
+    | Kept
+    | CoordinatorHeartbeat
+    | Standbys
+    | Dismissed
     | effects.Suspend
     | effects.CommitView
     | effects.Acknowledge
@@ -146,9 +229,10 @@ Message = (
 )
 
 FROM_MEMBER = (events.Hello, events.Parked, events.Leaving, events.Heartbeat, events.Ready, Report)
-FROM_AGENT = (AgentHello, AgentHeartbeat, AgentDone, events.Exited)
+FROM_AGENT = (AgentHello, AgentHeartbeat, AgentDone, events.Exited, Entry, Promised, Kept)
 TO_MEMBER = (
     Welcome,
+    Standbys,
     effects.Suspend,
     effects.CommitView,
     effects.Acknowledge,
@@ -158,7 +242,16 @@ TO_MEMBER = (
     effects.Stop,
     effects.AnnounceJoin,
 )
-TO_AGENT = (Welcome, effects.Kill, JobStopped, JobEnded)
+TO_AGENT = (
+    Welcome,
+    Standbys,
+    Entry,
+    CoordinatorHeartbeat,
+    Dismissed,
+    effects.Kill,
+    JobStopped,
+    JobEnded,
+)
 
 
 def encode(message: Message) -> str:
@@ -348,13 +441,23 @@ _SCHEMAS: tuple[_Schema, ...] = (
     ),
     _schema("ready", events.Ready, {**_IDENTITY, **_HOST}, renamed=_ADDRESS, names_peer=True),
     _schema("report", Report, {"event": read.read_name, "fields": read.read_log_fields}),
-    _schema("agent_hello", AgentHello, {"node": read.read_natural, "incarnations": read.read_incarnations}),
+    _schema(
+        "agent_hello",
+        AgentHello,
+        {
+            "node": read.read_natural,
+            "incarnations": read.read_incarnations,
+            "replica": read.read_natural,
+            "term": read.read_natural,
+            "standby": read.read_text,
+        },
+    ),
     _schema(
         "exited",
         events.Exited,
         {**_IDENTITY, "status": read.read_status, "detail": read.read_text, "stacks": read.read_text},
     ),
-    _schema("heartbeat", AgentHeartbeat, {"computing": read.read_incarnations}),
+    _schema("heartbeat", AgentHeartbeat, {"computing": read.read_incarnations, "heard_s": read.read_seconds}),
     _schema("done", AgentDone, {}),
     _schema(
         "job_stopped",
@@ -362,7 +465,29 @@ _SCHEMAS: tuple[_Schema, ...] = (
         {"reason": read.read_text, "is_failed": read.read_flag, "members": read.read_incarnations},
     ),
     _schema("job_ended", JobEnded, {"status": read.read_status}),
-    _schema("welcome", Welcome, {"heartbeat_interval_s": read.read_seconds}),
+    _schema("arrived", NodeArrived, {"num_slots": read.read_natural, "node": read.read_optional_natural}),
+    _schema(
+        "begins",
+        JobBegins,
+        {"node": read.read_natural, "expected": read.read_name, "incarnations": read.read_incarnations},
+    ),
+    _schema("welcome", Welcome, {"heartbeat_interval_s": read.read_seconds, "term": read.read_natural}),
+    _schema(
+        "entry",
+        Entry,
+        {
+            "term": read.read_natural,
+            "number": read.read_natural,
+            "before": read.read_naturals,
+            "replicas": read.read_naturals,
+            "text": read.read_name,
+        },
+    ),
+    _schema("promised", Promised, {"term": read.read_natural}),
+    _schema("kept", Kept, {"number": read.read_natural}),
+    _schema("alive", CoordinatorHeartbeat, {"sent_s": read.read_seconds}),
+    _schema("standbys", Standbys, {"endpoints": read.read_names}),
+    _schema("dismissed", Dismissed, {}),
     _schema("suspend", effects.Suspend, {"generation": read.read_natural, "reason": read.read_text}),
     _schema(
         "view",

@@ -99,6 +99,20 @@ def read_members(value: object) -> tuple[str, ...]:
     return members
 
 
+def read_naturals(value: object) -> tuple[int, ...]:
+    """A list of whole numbers."""
+    if not isinstance(value, list):
+        _reject("a list of integers", value)
+    return tuple(read_natural(item) for item in value)
+
+
+def read_names(value: object) -> tuple[str, ...]:
+    """A list of strings that are not empty."""
+    if not isinstance(value, list):
+        _reject("a list of strings", value)
+    return tuple(read_name(item) for item in value)
+
+
 def read_incarnations(value: object) -> tuple[tuple[str, int], ...]:
     """An object from logical id to incarnation."""
     if not isinstance(value, Mapping):

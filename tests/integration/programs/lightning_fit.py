@@ -1,11 +1,13 @@
 """A small Lightning run that writes down everything a checker needs.
 
-    lightning_fit.py OUT [--strategy ft_ddp|ddp] [--devices N] [--case NAME]... [--epochs N] [--workers N]
-                     [--logger csv|tensorboard] [--test] [--predict] [--skip-fit] [--hold]
+    lightning_fit.py OUT [--strategy ft_ddp|ddp] [--devices N] [--num-nodes N] [--case NAME]... [--epochs N]
+                     [--workers N] [--logger csv|tensorboard] [--test] [--predict] [--skip-fit] [--hold]
+                     [--save-every N] [--resume CHECKPOINT]
 
 Cases train one after the other in the same processes: `adamw`, `batchnorm`, `accumulate`, `manual`, `hook`. Each member
 appends JSON lines to OUT/<node>-<slot>.jsonl; rank 0 saves OUT/<case>.pt. With --hold the batches are slow while ranks
-are missing, so that these are back before the fit ends.
+are missing, so that these are back before the fit ends. With --save-every there is an OUT/saved/step=<N>.ckpt
+after every N steps.
 """
 
 from __future__ import annotations
@@ -74,8 +76,9 @@ class Classifier(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log a synchronised loss and a torchmetrics metric."""
-        x, y, _ = batch
+        """Log a synchronised loss, a torchmetrics metric, and what tells whether each sample is in them once."""
+        x, y, index = batch
+        self.log("val_index", index.sum().float(), reduce_fx="sum", sync_dist=True)
         logits = self.net(x)
         self.log("val_loss", torch.nn.functional.cross_entropy(logits, y), sync_dist=True)
         self.accuracy(logits, y)
@@ -83,7 +86,8 @@ class Classifier(L.LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """As validation."""
-        x, y, _ = batch
+        x, y, index = batch
+        self.log("test_index", index.sum().float(), reduce_fx="sum", sync_dist=True)
         self.accuracy(self.net(x), y)
         self.log("test_accuracy", self.accuracy)
 
@@ -164,6 +168,7 @@ def main() -> None:
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--strategy", default="ft_ddp")
     parser.add_argument("--devices", type=int, default=3)
+    parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--case", action="append")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--workers", type=int, default=0)
@@ -172,9 +177,11 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--skip-fit", action="store_true")
     parser.add_argument("--hold", action="store_true")
+    parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--resume")
     arguments = parser.parse_args()
-    slot = os.environ.get("LOCAL_RANK", "0")
-    log = (arguments.out / f"0-{slot}.jsonl").open("a")
+    member = os.environ.get("LIGHTNING_FT_MEMBER", f"0/{os.environ.get('LOCAL_RANK', '0')}")
+    log = (arguments.out / f"{member.replace('/', '-')}.jsonl").open("a")
 
     def write(**line: object) -> None:
         log.write(json.dumps({"time": time.time(), **line}) + "\n")
@@ -187,6 +194,7 @@ def main() -> None:
         trainer = L.Trainer(
             strategy=make_strategy(arguments.strategy, case),
             devices=arguments.devices,
+            num_nodes=arguments.num_nodes,
             accelerator="cpu",
             max_epochs=arguments.epochs,
             accumulate_grad_batches=3 if case == "accumulate" else 1,
@@ -197,6 +205,11 @@ def main() -> None:
             callbacks=[
                 Recorder(write, arguments.devices if arguments.hold else 0),
                 ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{step}"),
+                *[
+                    ModelCheckpoint(arguments.out / "saved", "{step}", every_n_train_steps=number, save_top_k=-1)
+                    for number in [arguments.save_every]
+                    if number
+                ],
             ],
         )
         module = Classifier(case, write)
@@ -208,7 +221,7 @@ def main() -> None:
             persistent_workers=arguments.workers > 0,
         )
         if not arguments.skip_fit:
-            trainer.fit(module, loader, DataLoader(dataset(120, 2), batch_size=10))
+            trainer.fit(module, loader, DataLoader(dataset(120, 2), batch_size=10), ckpt_path=arguments.resume)
         if arguments.test:
             results = trainer.test(module, DataLoader(dataset(120, 3), batch_size=10), verbose=False)
             write(event="tested", case=case, results=results)

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_ft.membership import effects, events, wire
 from lightning_ft.membership.events import Address
+from lightning_ft.membership.replication import Entry
 
 PEER = wire.Peer("0/1", 3)
 ADDRESS = Address("node0", 4711)
@@ -26,9 +27,19 @@ MESSAGES: list[tuple[Any, tuple[type, ...]]] = [
     (wire.JobStopped("too few", is_failed=True, members=(("0/1", 2),)), wire.TO_AGENT),
     (wire.JobEnded(143), wire.TO_AGENT),
     (wire.AgentHello(0, (("0/0", 1), ("0/1", 3))), wire.FROM_AGENT),
+    (wire.AgentHello(1, (), 1_000_000_007, 3, "node1:29400"), wire.FROM_AGENT),
     (wire.AgentHeartbeat(), wire.FROM_AGENT),
+    (wire.AgentHeartbeat((("0/1", 3),), 12.5), wire.FROM_AGENT),
+    (Entry(3, 8, (0,), (0, 1_000_000_007), "eJw="), wire.FROM_AGENT),
+    (wire.Promised(3), wire.FROM_AGENT),
+    (wire.Kept(8), wire.FROM_AGENT),
+    (wire.CoordinatorHeartbeat(12.5), wire.TO_AGENT),
+    (wire.Standbys(("node1:29400", "node2:29400")), wire.TO_MEMBER),
+    (wire.Dismissed(), wire.TO_AGENT),
+    (wire.NodeArrived(4, None), (wire.NodeArrived,)),
+    (wire.JobBegins(1, "0-1/0-3"), (wire.JobBegins,)),
     (events.Exited("0/1", 3, -9, "killed by SIGKILL"), wire.FROM_AGENT),
-    (wire.Welcome(1.0), wire.TO_MEMBER),
+    (wire.Welcome(1.0, 3), wire.TO_MEMBER),
     (effects.Suspend("0/1", 2, "0/0 is gone"), wire.TO_MEMBER),
     (effects.CommitView("0/1", 3, 2, ("0/0",), ("1/0", "1/1"), 5, ADDRESS), wire.TO_MEMBER),
     (effects.Acknowledge("0/1", 12.5), wire.TO_MEMBER),
@@ -52,7 +63,7 @@ def test_round_trip(message: wire.Message, expect: tuple[type, ...]) -> None:
 
 def test_every_message_is_tested() -> None:
     """The list above has every class that may travel."""
-    classes = {*wire.FROM_MEMBER, *wire.FROM_AGENT, *wire.TO_MEMBER, *wire.TO_AGENT}
+    classes = {*wire.FROM_MEMBER, *wire.FROM_AGENT, *wire.TO_MEMBER, *wire.TO_AGENT, wire.NodeArrived, wire.JobBegins}
     assert {type(message) for message, _ in MESSAGES} == classes
 
 
@@ -176,6 +187,8 @@ def test_malformed_texts(text: str, problem: str) -> None:
     ("body", "expect", "problem"),
     [
         ({"type": "agent_hello", "node": 0, "incarnations": []}, wire.FROM_AGENT, "expected an object"),
+        ({"type": "entry", "term": 1, "number": 1, "before": 0}, wire.FROM_AGENT, "a list of integers"),
+        ({"type": "standbys", "endpoints": "a:1"}, wire.TO_MEMBER, "a list of strings"),
         (
             {"type": "exited", "member": "0/1", "incarnation": 1, "status": True, "detail": ""},
             wire.FROM_AGENT,
