@@ -27,6 +27,7 @@ LIGHT = (
     "test_launch_ways.py",
     "test_nodes.py",
     "test_rejoin.py",
+    "test_store_processes.py",
 )
 """Their members are few, or start without Lightning."""
 

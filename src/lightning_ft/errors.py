@@ -9,7 +9,11 @@ Exception
     ├── RepeatedFailureError     a rank fails with the same exception again and again (mend it, then resume)
     ├── EvictedError             this process is no longer a member (it has ended, or exit, write nothing)
     ├── ProtocolViolationError   a peer broke the protocol (a bug, or two versions in one job)
-    └── LaunchError              the job could not be started
+    ├── LaunchError              the job could not be started
+    └── CheckpointError          a checkpoint could not be written, found or read
+        ├── StoreError               the storage failed an operation (whether a retry may mend it is in `is_retryable`)
+        │   └── AlreadyThereError        what should be created is there, from another writer
+        └── StaleWriterError         another process writes these checkpoints now (write nothing more)
 ValueError                       a setting is wrong; raised before anything is started
 ```
 """
@@ -67,6 +71,48 @@ class ProtocolViolationError(FaultToleranceError):
 
 class LaunchError(FaultToleranceError):
     """The processes of the job could not be started."""
+
+
+class CheckpointError(FaultToleranceError):
+    """A checkpoint could not be written, found or read."""
+
+
+class StoreError(CheckpointError):
+    """The storage of the checkpoints failed an operation.
+
+    Attributes:
+        operation: What was tried: `create`, `replace`, `read`, `size`, `list`, `delete` or `recover`.
+        path: Of the object, with the store's URL before it.
+        reason: The cause in a word, the same for the same cause: `ENOSPC`, `HTTP 503`, `timeout`, a class's name.
+        is_retryable: Whether the same call may succeed later without anybody doing something.
+        is_in_doubt: Whether a `create` that failed may have made the object, or may make it yet. Whatever that object
+            refers to must be left alone until `create` of the same bytes, which is safe to call again, has an answer.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        operation: str,
+        path: str,
+        reason: str,
+        is_retryable: bool = False,
+        is_in_doubt: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.operation = operation
+        self.path = path
+        self.reason = reason
+        self.is_retryable = is_retryable
+        self.is_in_doubt = is_in_doubt
+
+
+class AlreadyThereError(StoreError):
+    """An object that should be created is there already, written by somebody else; it was left as it is."""
+
+
+class StaleWriterError(CheckpointError):
+    """A newer generation has been claimed: this process must publish nothing more and delete nothing."""
 
 
 def signature_of(error: BaseException) -> str:

@@ -1,0 +1,1 @@
+"""Differential checkpoints on any fsspec store."""
