@@ -10,13 +10,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import blosc2
 import numpy as np
 
 from lightning_ft.checkpoint.format import Buffer, crc_of, hash_of
-from lightning_ft.checkpoint.records import NO_REFERENCE, Frame
+from lightning_ft.checkpoint.records import CHUNK_BYTES, NO_REFERENCE, Frame
 from lightning_ft.checkpoint.tensors import Bytes, element_bytes
 from lightning_ft.errors import CheckpointDamagedError, UnsupportedCheckpointError
 
@@ -35,7 +36,10 @@ BLOSC2_LEAST_BYTES = 64
 
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 4
-"""A chunk's compression both ways is tried on so much of it: 3 % of the work, and off by less than that in the size."""
+"""A chunk's compression in each way is tried on so much of it."""
+
+_CHUNKS_PER_CHOICE = 8
+"""So many neighbouring chunks are stored in the way that is best for the first of them."""
 
 _LEAST_GAIN = 0.99
 """What a sample promises above this share of its size is stored as it is: decoding it would cost more than it saves."""
@@ -56,35 +60,52 @@ def _options(typesize: int) -> dict[str, Any]:
     }
 
 
-def encode(
-    data: Bytes, dtype: str, reference: Bytes | None, reference_hash: bytes, scratch: Bytes
-) -> tuple[str, Buffer, bytes]:
-    """Choose the smallest way to store a chunk.
+class Encoder:
+    """Chooses for each chunk the smallest way to store it. One thread at a time."""
 
-    Args:
-        data: The chunk, at most `CHUNK_BYTES`.
-        dtype: Of the stream.
-        reference: The parent's chunk, of the same length; None: there is none.
-        reference_hash: Its hash.
-        scratch: `CHUNK_BYTES` to work in.
+    def __init__(self) -> None:
+        self._scratch = np.empty(CHUNK_BYTES, np.uint8)
+        self._choices: dict[int, tuple[str, int]] = {}  # stream -> codec, number of chunks for which it was chosen
 
-    Returns:
-        Codec, stored bytes (perhaps a view of `data`) and the hash of `data`.
-    """
-    decoded_hash = hash_of(data.data)
-    if reference is not None and decoded_hash == reference_hash and np.array_equal(data, reference):
-        return UNCHANGED, b"", decoded_hash
-    options = _options(element_bytes(dtype))
-    ways = [(_estimate(data, options), BLOSC2, data)]
-    if reference is not None:
-        difference = np.bitwise_xor(data, reference, out=scratch[: data.size])
-        ways.append((_estimate(difference, options), XOR_BLOSC2, difference))
-    estimate, codec, source = min(ways, key=lambda way: way[0])
-    if estimate < _LEAST_GAIN:
-        stored: bytes = blosc2.compress2(source, **options)
-        if len(stored) < data.size:
-            return codec, stored, decoded_hash
-    return RAW, data.data, decoded_hash
+    def encode(
+        self, stream: int, dtype: str, data: Bytes, reference: Bytes | None, reference_hash: bytes
+    ) -> tuple[str, Buffer, bytes]:
+        """Encode a chunk.
+
+        Args:
+            stream: Of which it is; neighbours in a stream are alike.
+            dtype: Of the stream.
+            data: The chunk, at most `CHUNK_BYTES`.
+            reference: The parent's chunk, of the same length; None: there is none.
+            reference_hash: Its hash.
+
+        Returns:
+            Codec, stored bytes (perhaps a view of `data`) and the hash of `data`.
+        """
+        decoded_hash = hash_of(data.data)
+        if reference is not None and decoded_hash == reference_hash and np.array_equal(data, reference):
+            return UNCHANGED, b"", decoded_hash
+        options = _options(element_bytes(dtype))
+        sources = {BLOSC2: data}
+        if reference is not None:
+            sources[XOR_BLOSC2] = np.bitwise_xor(data, reference, out=self._scratch[: data.size])
+        codec = self._choose(stream, sources, options)
+        if codec != RAW:
+            stored: bytes = blosc2.compress2(sources[codec], **options)
+            if len(stored) < data.size:
+                return codec, stored, decoded_hash
+        return RAW, data.data, decoded_hash
+
+    def _choose(self, stream: int, sources: Mapping[str, Bytes], options: dict[str, Any]) -> str:
+        codec, num_chunks = self._choices.get(stream, ("", 0))
+        if num_chunks % _CHUNKS_PER_CHOICE == 0 or (codec != RAW and codec not in sources):
+            estimates = {codec: _estimate(source, options) for codec, source in sources.items()}
+            codec = min(estimates, key=estimates.__getitem__)
+            if estimates[codec] >= _LEAST_GAIN:
+                codec = RAW
+            num_chunks = 0
+        self._choices[stream] = codec, num_chunks + 1
+        return codec
 
 
 def _estimate(data: Bytes, options: dict[str, Any]) -> float:

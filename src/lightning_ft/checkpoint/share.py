@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_ft.checkpoint.codec import REFERRING, encode
+from lightning_ft.checkpoint.codec import REFERRING, Encoder
 from lightning_ft.checkpoint.format import Buffer, crc_of, dump_frame, pack_header
 from lightning_ft.checkpoint.records import (
     CHUNK_BYTES,
@@ -28,7 +28,7 @@ Work: TypeAlias = tuple[int, int, Bytes, Bytes | None, bytes]
 """A chunk to encode: stream, start, bytes, the reference's bytes if there is one, and their hash."""
 
 
-class Encoder:
+class PackWriter:
     """Encodes chunks one after the other, into as many packs as they need.
 
     Args:
@@ -46,7 +46,7 @@ class Encoder:
         self._streams = streams
         self._chunks = chunks
         self._copies = copies
-        self._scratch = np.empty(CHUNK_BYTES, np.uint8)
+        self._encoder = Encoder()
         self._next: tuple[Frame, Buffer] | None = self._encode_next()
 
     def has_more(self) -> bool:
@@ -71,7 +71,7 @@ class Encoder:
     def _encode_next(self) -> tuple[Frame, Buffer] | None:
         for index, start, data, reference, reference_hash in self._chunks:
             dtype = self._streams[index].dtype
-            codec, stored, decoded_hash = encode(data, dtype, reference, reference_hash, self._scratch)
+            codec, stored, decoded_hash = self._encoder.encode(index, dtype, data, reference, reference_hash)
             if self._copies is not None:
                 self._copies[index, start] = data, decoded_hash
             needs = reference_hash if codec in REFERRING else NO_REFERENCE

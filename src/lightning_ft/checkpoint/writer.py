@@ -48,7 +48,7 @@ from lightning_ft.checkpoint.records import (
     pack_path,
 )
 from lightning_ft.checkpoint.retention import retain
-from lightning_ft.checkpoint.share import Chunks, Encoder, compared, copied
+from lightning_ft.checkpoint.share import Chunks, PackWriter, compared, copied
 from lightning_ft.checkpoint.store import Store, opened
 from lightning_ft.checkpoint.tree import FlatState
 from lightning_ft.errors import CheckpointError, StoreError
@@ -227,7 +227,7 @@ class Writer:
         else:
             chunks = compared(flat, self.rank, self.num_ranks, self._chunks_of(parent.key))
         copies: Chunks = {}
-        encoded = Encoder(flat.streams, chunks, copies if parent is None else None)
+        encoded = PackWriter(flat.streams, chunks, copies if parent is None else None)
         while encoded.has_more():
             path = pack_path(plan.key, plan.attempt, self.rank, len(packs))
             first = len(frames)
