@@ -3,7 +3,8 @@
     python benchmarks/checkpoint_codec.py [--repeats 5] [--num-steps 100]
 
 For each state: encode its difference to the state some steps before, with hashes and checksums, as `Writer.write` does
-but without storage; decode it; and check the stored bytes, as `verify` does. By CPU time of one thread; GB of decoded bytes
+but without storage; decode it; and check the stored bytes, as `verify` does. By CPU time of one thread;
+GB of decoded bytes
 (verify: of stored bytes, base included) per second, the median of the repeats. Size is that of the difference as a
 share of the state, and `base` that of the state by itself. Exit status 1: a limit was missed.
 """
@@ -81,6 +82,7 @@ class LoraLinear(torch.nn.Module):
         self.up = torch.nn.Linear(8, num_out, bias=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Add what both give."""
         return self.frozen(inputs) + self.up(self.down(inputs))  # type: ignore[no-any-return]
 
 

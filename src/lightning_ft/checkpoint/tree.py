@@ -224,7 +224,8 @@ class _Decoder:
     def _ordered_dict(self, value: object) -> OrderedDict[Any, Any]:
         items, attributes = _list(value)
         found = OrderedDict(self._items(items))
-        vars(found).update(self._items(attributes))
+        for name, attribute in self._items(attributes):
+            setattr(found, name, attribute)
         return found
 
     def _index(self, value: object, kind: str) -> int:
