@@ -68,7 +68,7 @@ def test_python_snippet_compiles_and_uses_what_exists(snippet: str) -> None:
 
 
 def test_readme_has_snippets() -> None:
-    """The snippets are found: with Lightning, with a configured strategy, in plain PyTorch, with a state, checkpoints."""
+    """They are found: with Lightning, with a configured strategy, in plain PyTorch, with a state, with checkpoints."""
     assert len(SNIPPETS) == 5
 
 

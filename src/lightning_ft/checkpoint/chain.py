@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,7 +24,7 @@ from lightning_ft.checkpoint.records import (
     manifest_path,
     pack_path,
 )
-from lightning_ft.checkpoint.store import Store
+from lightning_ft.checkpoint.store import Store, open_store
 from lightning_ft.errors import CheckpointDamagedError, StoreError, UnsupportedCheckpointError
 
 Place: TypeAlias = tuple[int, int, int]
@@ -37,6 +37,11 @@ _GAP_BYTES = 128 << 10
 
 _MAX_MANIFEST_BYTES = 1 << 30
 """The index of 9 TB. A file that is larger is none."""
+
+
+def opened(store: Store | str, **storage_options: Any) -> Store:
+    """Return a store as it is, or the one at a URL; errors as for `open_store`."""
+    return open_store(store, **storage_options) if isinstance(store, str) else store
 
 
 def published_keys(store: Store) -> list[Key]:

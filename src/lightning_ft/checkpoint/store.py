@@ -13,7 +13,7 @@ from lightning_ft.checkpoint.stores.local import LocalStore
 from lightning_ft.checkpoint.stores.remote import ConditionalStore, MemoryStore, PlainStore, RemoteStore, WebHdfsStore
 from lightning_ft.checkpoint.stores.s3 import S3Store
 
-__all__ = ["Store", "open_store", "opened"]
+__all__ = ["Store", "open_store"]
 
 DEFAULT_TIMEOUT_S = 300.0
 """Longest time an operation may make no progress. A flush of 256 MB may take minutes on a busy network disk."""
@@ -66,8 +66,3 @@ def open_store(url: str, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **stora
         advice = _EXTRAS.get(protocol)
         raise ImportError(f"can't open {url}: {error}" + (f" ({advice})" if advice else "")) from error
     return driver(url, fs, root, timeout_s=timeout_s)
-
-
-def opened(store: Store | str, **storage_options: Any) -> Store:
-    """Return a store as it is, or the one at a URL; errors as for `open_store`."""
-    return open_store(store, **storage_options) if isinstance(store, str) else store

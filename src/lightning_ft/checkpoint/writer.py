@@ -21,7 +21,7 @@ from typing import Any
 import blosc2
 import torch
 
-from lightning_ft.checkpoint.chain import check_coverage, published_keys
+from lightning_ft.checkpoint.chain import check_coverage, opened, published_keys
 from lightning_ft.checkpoint.claims import Claim, claim_generation
 from lightning_ft.checkpoint.format import (
     document_hash,
@@ -49,7 +49,7 @@ from lightning_ft.checkpoint.records import (
 )
 from lightning_ft.checkpoint.retention import retain
 from lightning_ft.checkpoint.share import Chunks, PackWriter, compared, copied
-from lightning_ft.checkpoint.store import Store, opened
+from lightning_ft.checkpoint.store import Store
 from lightning_ft.checkpoint.tree import FlatState
 from lightning_ft.errors import CheckpointError, StoreError
 
