@@ -51,7 +51,7 @@ from lightning_ft.checkpoint.retention import retain
 from lightning_ft.checkpoint.share import Chunks, PackWriter, compared, copied
 from lightning_ft.checkpoint.store import Store
 from lightning_ft.checkpoint.tree import FlatState
-from lightning_ft.errors import CheckpointError, StoreError
+from lightning_ft.errors import AlreadyThereError, CheckpointError, StoreError
 
 _log = logging.getLogger(__name__)
 
@@ -292,7 +292,11 @@ class Writer:
         """Find out whether a manifest exists whose creation had no answer: make it, or raise as before."""
         if self._doubtful is not None and self._claim is not None:
             manifest, data = self._doubtful
-            self._claim.publish(manifest_path(manifest.key), [data])
+            try:
+                self._claim.publish(manifest_path(manifest.key), [data])
+            except AlreadyThereError:  # another writer was faster: ours was not made, and never will be
+                self._doubtful = None
+                return
             self._doubtful = None
             self._record(manifest, data)
 

@@ -31,8 +31,8 @@ from lightning_ft.errors import (
 
 
 def tiny(step: int) -> dict[str, Any]:
-    weight = torch.arange(32, dtype=torch.int32)
-    weight[step % 32] += 1000
+    weight = torch.arange(64, dtype=torch.int32)
+    weight[step % 64] += 1000
     return {"weight": weight, "step": step}
 
 
@@ -543,6 +543,20 @@ def test_commit_whose_answer_was_lost_is_finished_by_the_next_plan(is_hidden: bo
     saver.save(3, tiny(3))
     for step in (1, 2, 3):
         assert_same(restore.restore(store, key=Key(0, step)).state, tiny(step))
+
+
+def test_commit_in_doubt_that_another_writer_has_won_is_given_up() -> None:
+    """The next save does not wait for what can never be made."""
+    store = LosesAnswers()
+    saver = Writer(store)
+    saver.save(1, tiny(1))
+    store.is_losing = store.is_hidden = True
+    with pytest.raises(StoreError):
+        saver.save(2, tiny(2))
+    store.is_losing = False
+    store.files[manifest_path(Key(0, 2))] = b"another's"
+    saver.save(3, tiny(3))
+    assert_same(restored(store), (3, tiny(3)))
 
 
 # -- cut off and deleted --------------------------------------------------------------------------------------------
