@@ -120,7 +120,7 @@ def compared(flat: FlatState, rank: int, num_ranks: int, known: Chunks) -> Itera
 def copied(flat: FlatState, rank: int, num_ranks: int, kept: Chunks) -> Iterator[Work]:
     """Yield the same without references; the bytes are copies, in the memory of the last base where it fits."""
     for index, start, data in _chunks(flat, rank, num_ranks):
-        copy, _ = kept.get((index, start), (None, b""))
+        copy, _ = kept.pop((index, start), (None, b""))
         if copy is None or copy.size != data.size:
             copy = np.empty(data.size, np.uint8)
         np.copyto(copy, data)

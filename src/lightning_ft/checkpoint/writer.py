@@ -84,7 +84,6 @@ class _Reference:
     """A rank's share of a base."""
 
     key: Key
-    tensors: bytes
     chunks: Chunks
 
 
@@ -248,7 +247,7 @@ class Writer:
         )
         self.store.create(footer_path(plan.key, plan.attempt, self.rank), [dump_document(footer)])
         if parent is None:
-            self._reference = _Reference(plan.key, tensors, copies)
+            self._reference = _Reference(plan.key, copies)
         return footer
 
     def _chunks_of(self, key: Key) -> Chunks:
