@@ -46,7 +46,7 @@ test-quick: setup
 # The pure core has no excuse: every branch of it is taken by its own tests.
 coverage: setup
 	SIM_SCHEDULES=$${SIM_SCHEDULES:-500} $(BIN)/python -m pytest --cov --cov-report=term-missing --no-cov-on-fail \
-	    $(wildcard tests/unit/membership tests/property tests/protocol) $(PYTEST_ARGS)
+	    $(wildcard tests/unit/membership tests/unit/checkpoint tests/property tests/protocol) $(PYTEST_ARGS)
 
 check: lint types test-quick
 

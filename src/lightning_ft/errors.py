@@ -13,7 +13,10 @@ Exception
     └── CheckpointError          a checkpoint could not be written, found or read
         ├── StoreError               the storage failed an operation (whether a retry may mend it is in `is_retryable`)
         │   └── AlreadyThereError        what should be created is there, from another writer
-        └── StaleWriterError         another process writes these checkpoints now (write nothing more)
+        ├── StaleWriterError         another process writes these checkpoints now (write nothing more)
+        ├── CheckpointDamagedError   a piece of one is damaged or missing (use an older one)
+        ├── UnsupportedCheckpointError   a newer program wrote it (use that), or it needs pickle (say so)
+        └── CheckpointNotFoundError  there is none, or none that is intact
 ValueError                       a setting is wrong; raised before anything is started
 ```
 """
@@ -113,6 +116,27 @@ class AlreadyThereError(StoreError):
 
 class StaleWriterError(CheckpointError):
     """A newer generation has been claimed: this process must publish nothing more and delete nothing."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A piece of a checkpoint is missing, or is not what was written: an older checkpoint is needed.
+
+    Args:
+        message: What is wrong.
+        piece: Path of the damaged file.
+    """
+
+    def __init__(self, message: str, piece: str) -> None:
+        super().__init__(f"{piece} is damaged: {message}")
+        self.piece = piece
+
+
+class UnsupportedCheckpointError(CheckpointError):
+    """A checkpoint is intact, but this program can't or must not read it."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no checkpoint, or none that is intact; the message names what is damaged."""
 
 
 def signature_of(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import lightning_ft
+import lightning_ft.checkpoint
 from lightning_ft.comm.recovery import Recovery
 from lightning_ft.config import ENV_PREFIX, Settings
 
@@ -62,11 +63,13 @@ def test_python_snippet_compiles_and_uses_what_exists(snippet: str) -> None:
         match node:
             case ast.Attribute(value=ast.Name(id="lightning_ft"), attr=name):
                 assert name in lightning_ft.__all__
+            case ast.ImportFrom(module="lightning_ft.checkpoint", names=names):
+                assert {alias.name for alias in names} <= set(lightning_ft.checkpoint.__all__)
 
 
 def test_readme_has_snippets() -> None:
-    """The snippets are found: with Lightning, with a configured strategy, in plain PyTorch, with a state."""
-    assert len(SNIPPETS) == 4
+    """They are found: with Lightning, with a configured strategy, in plain PyTorch, with a state, with checkpoints."""
+    assert len(SNIPPETS) == 5
 
 
 def test_settings_table_is_that_of_the_code() -> None:

@@ -1,0 +1,199 @@
+"""Reads the newest checkpoint that is intact, whoever and however many wrote it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from lightning_ft.checkpoint.chain import (
+    check_stored_bytes,
+    missing_is_damage,
+    opened,
+    published_keys,
+    read_chain,
+    read_contents,
+)
+from lightning_ft.checkpoint.format import load_footer
+from lightning_ft.checkpoint.records import LATEST, Key, Manifest, footer_path, manifest_path
+from lightning_ft.checkpoint.store import Store
+from lightning_ft.checkpoint.tree import unflatten
+from lightning_ft.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, StoreError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Restored:
+    """A checkpoint that was read.
+
+    Attributes:
+        state: What was saved; tensors in the host's memory.
+        manifest: Of the checkpoint.
+        damaged: The newer checkpoints that could not be read, newest first, with what is wrong with each.
+    """
+
+    state: Any
+    manifest: Manifest
+    damaged: tuple[tuple[Key, CheckpointDamagedError], ...]
+
+    @property
+    def num_steps_lost(self) -> int:
+        """How many steps older it is than the newest checkpoint; 0 if that one's step is lower."""
+        newest = max((key.step for key, _ in self.damaged), default=0)
+        return max(0, newest - self.manifest.key.step)
+
+
+def load(store: Store | str, *, weights_only: bool = True, **storage_options: Any) -> Any:
+    """Return the state of the newest checkpoint that is intact, every byte of it checked.
+
+    A damaged checkpoint is named in a warning, which says how many steps the older one costs.
+
+    Args:
+        store: A URL such as `s3://bucket/run`, a path, or a store.
+        weights_only: Whether objects other than tensors, arrays, numbers, text and their containers may only be those
+            that `torch.load(weights_only=True)` allows. False runs whatever the checkpoint's pickles say: only for
+            checkpoints whose writer you trust.
+        storage_options: For a URL; see `lightning_ft.checkpoint.store.open_store`.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint, or none that is intact.
+        UnsupportedCheckpointError: A newer program wrote it, or it needs `weights_only=False`.
+        StoreError: The storage failed; that is no reason to take an older checkpoint.
+    """
+    return restore(opened(store, **storage_options), weights_only=weights_only).state
+
+
+def restore(store: Store, *, key: Key | None = None, weights_only: bool = True) -> Restored:
+    """Read a checkpoint.
+
+    Args:
+        store: Where.
+        key: Which; None: the newest that is intact.
+        weights_only: As for `load`.
+
+    Raises:
+        CheckpointDamagedError: The one that was asked for is damaged or missing.
+        CheckpointNotFoundError, UnsupportedCheckpointError, StoreError: As for `load`.
+    """
+    if key is not None:
+        return Restored(*_read(store, key, weights_only=weights_only), ())
+    damaged: dict[Key, CheckpointDamagedError] = {}
+    vanished: set[Key] = set()
+    while candidates := [key for key in _candidates(store) if key not in damaged and key not in vanished]:
+        try:
+            state, manifest = _read(store, candidates[0], weights_only=weights_only)
+        except CheckpointDamagedError as error:
+            if _is_published(store, candidates[0]):
+                damaged[candidates[0]] = error
+                _log.warning("Checkpoint %s can't be used: %s", candidates[0], error)
+            else:  # deleted while it was read, or never there: newer ones may be
+                vanished.add(candidates[0])
+            continue
+        # One that was damaged and older than this has cost nothing: it was tried before this one appeared.
+        newer = tuple((key, damaged[key]) for key in sorted(damaged, reverse=True) if key > manifest.key)
+        found = Restored(state, manifest, newer)
+        if newer:
+            _log.warning("Checkpoint %s is used instead: %d steps are lost.", manifest.key, found.num_steps_lost)
+        return found
+    what = "; ".join(str(error) for _, error in sorted(damaged.items(), reverse=True))
+    raise CheckpointNotFoundError(
+        f"loading from {store.url} failed: "
+        + (f"none of its {len(damaged)} checkpoints is intact: {what}" if damaged else "there is no checkpoint")
+    )
+
+
+def _candidates(store: Store) -> list[Key]:
+    """Return which checkpoints there may be, newest first: those listed, and the hint's if a listing lags behind."""
+    keys = set(published_keys(store))
+    try:
+        hint = Key.parse(store.read(LATEST).decode("ascii", "replace").strip())
+    except (FileNotFoundError, StoreError):
+        hint = None
+    return sorted(keys | {hint} if hint else keys, reverse=True)
+
+
+def _is_published(store: Store, key: Key) -> bool:
+    try:
+        store.size(manifest_path(key))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _read(store: Store, key: Key, *, weights_only: bool) -> tuple[Any, Manifest]:
+    chain = read_chain(store, key)
+    contents = read_contents(store, chain)
+    manifest = chain[-1]
+    return unflatten(manifest.streams, contents, manifest_path(key), weights_only=weights_only), manifest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wrong with a checkpoint; nothing if it is intact.
+
+    Attributes:
+        key: Of the checkpoint.
+        problems: Each with the path of the piece; damage of a checkpoint that it depends on counts as its own.
+    """
+
+    key: Key
+    problems: tuple[str, ...]
+
+
+def verify(store: Store | str, *, deep: bool = False, **storage_options: Any) -> list[Verdict]:
+    """Check all checkpoints.
+
+    Args:
+        store: A URL, a path, or a store.
+        deep: Decode everything and compare with what was saved, instead of checking what is stored: it takes as long
+            as loading each.
+        storage_options: For a URL.
+
+    Returns:
+        One verdict for each, newest first.
+
+    Raises:
+        StoreError: The storage failed.
+    """
+    store = opened(store, **storage_options)
+    own: dict[Key, tuple[str, ...]] = {}
+    return [Verdict(key, _problems(store, key, own, deep=deep)) for key in published_keys(store)]
+
+
+def _problems(store: Store, key: Key, own: dict[Key, tuple[str, ...]], *, deep: bool) -> tuple[str, ...]:
+    """Return what is wrong with a checkpoint and its parents; `own` remembers what was found of each."""
+    try:
+        chain = read_chain(store, key)
+    except StoreError:
+        raise
+    except CheckpointError as error:
+        return (str(error),)
+    for manifest in chain:
+        if manifest.key not in own:
+            own[manifest.key] = _own_problems(store, manifest)
+    problems = tuple(problem for manifest in chain for problem in own[manifest.key])
+    if deep and not problems:
+        try:
+            read_contents(store, chain)
+        except StoreError:
+            raise
+        except CheckpointError as error:
+            return (str(error),)
+    return problems
+
+
+def _own_problems(store: Store, manifest: Manifest) -> tuple[str, ...]:
+    problems = []
+    try:
+        check_stored_bytes(store, manifest)
+    except CheckpointDamagedError as error:
+        problems.append(str(error))
+    for rank in range(manifest.num_ranks):
+        piece = footer_path(manifest.key, manifest.attempt, rank)
+        try:
+            with missing_is_damage(piece):
+                load_footer(store.read(piece), piece)
+        except CheckpointDamagedError as error:
+            problems.append(str(error))
+    return tuple(problems)

@@ -1,0 +1,146 @@
+"""Deletes checkpoints that are no longer wanted, so that no crash and no reader ever meets half of one.
+
+What may go is decided from the manifests alone, each time anew: a run that was killed is finished by the next. A
+manifest goes before the packs it names, and before the manifest of its parent. A pack goes if no manifest names it and
+a checkpoint of its key or a newer one is there: then no save that could still use it is under way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from lightning_ft.checkpoint.chain import check_coverage, check_stored_bytes, published_keys, read_chain
+from lightning_ft.checkpoint.claims import Claim
+from lightning_ft.checkpoint.records import DATA, Key, Manifest, data_key, footer_path, manifest_path, pack_path
+from lightning_ft.checkpoint.store import Store
+from lightning_ft.errors import CheckpointDamagedError
+
+_log = logging.getLogger(__name__)
+
+MIN_BASES = 2
+"""So many bases that were read and found intact are kept: one may still be lost with the disk it is on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Retained:
+    """What a retention did.
+
+    Attributes:
+        kept: Checkpoints that are left, newest first; damaged ones as well.
+        deleted: Checkpoints that were unpublished, newest first.
+        damaged: Checkpoints that were found damaged by themselves.
+    """
+
+    kept: tuple[Key, ...]
+    deleted: tuple[Key, ...]
+    damaged: frozenset[Key]
+
+
+def retain(store: Store, claim: Claim, *, keep_last: int, verified: set[Key]) -> Retained:
+    """Keep the newest checkpoints, what they depend on, and two bases; delete the others, and what failed saves left.
+
+    A checkpoint whose base is damaged does not count. What is newer than the oldest that counts is kept.
+
+    Args:
+        store: Where.
+        claim: The right to delete there.
+        keep_last: How many, >= 1.
+        verified: Bases whose stored bytes were read and found intact; it is added to.
+
+    Raises:
+        StaleWriterError: Another run has taken over; nothing more was deleted.
+        UnsupportedCheckpointError: A newer program writes here; nothing was deleted.
+        StoreError: The storage failed; the next call goes on where this one stopped.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be at least 1, got {keep_last!r}")
+    claim.check()
+    review = _Review(store, verified)
+    keep = review.choose(keep_last)
+    doomed = [key for key in review.keys if key not in keep]
+    _unpublish(store, claim, review, doomed)
+    _sweep(store, claim, review, keep)
+    return Retained(tuple(key for key in review.keys if key in keep), tuple(doomed), frozenset(review.damaged))
+
+
+class _Review:
+    """The checkpoints, and what is known of each."""
+
+    def __init__(self, store: Store, verified: set[Key]) -> None:
+        self.keys = published_keys(store)
+        self.chains: dict[Key, tuple[Manifest, ...]] = {}
+        self.damaged: set[Key] = set()
+        self._store = store
+        self._verified = verified
+        for key in self.keys:
+            try:
+                self.chains[key] = read_chain(store, key)
+                check_coverage(self.chains[key])
+            except CheckpointDamagedError as error:
+                self.chains.pop(key, None)
+                self._condemn(key, error)
+
+    def choose(self, keep_last: int) -> set[Key]:
+        """Return what must stay."""
+        if len(self.keys) <= keep_last:  # nothing goes, so nothing needs to be read
+            return set(self.keys)
+        counted: list[Key] = []
+        bases: set[Key] = set()
+        keep: set[Key] = set()
+        for key in self.keys:
+            is_needed = len(counted) < keep_last
+            base = self.chains[key][0].key if key in self.chains else None
+            if is_needed:
+                keep.add(key)
+            if base is None or not (is_needed or (len(bases) < MIN_BASES and base == key)):
+                continue
+            if self._is_intact(base):
+                bases.add(base)
+                if is_needed:
+                    counted.append(key)
+                keep.add(key)
+        if len(bases) < MIN_BASES:
+            keep.update(chain[0].key for chain in self.chains.values())
+        return keep.union(*({link.key for link in self.chains[key]} for key in keep if key in self.chains))
+
+    def _is_intact(self, base: Key) -> bool:
+        if base not in self._verified and base not in self.damaged:
+            try:
+                check_stored_bytes(self._store, self.chains[base][0])
+                self._verified.add(base)
+            except CheckpointDamagedError as error:
+                self._condemn(base, error)
+        return base in self._verified
+
+    def _condemn(self, key: Key, error: CheckpointDamagedError) -> None:
+        self.damaged.add(key)
+        _log.warning("Checkpoint %s is damaged: %s", key, error)
+
+
+def _unpublish(store: Store, claim: Claim, review: _Review, doomed: list[Key]) -> None:
+    """Delete manifests, each before its parent's: one whose parent is gone could not be read, but would be listed."""
+    depths = {key: len(review.chains[key]) if key in review.chains else 0 for key in doomed}
+    for depth in sorted(set(depths.values()), reverse=True):
+        claim.check()
+        store.delete([manifest_path(key) for key in doomed if depths[key] == depth])
+
+
+def _sweep(store: Store, claim: Claim, review: _Review, keep: set[Key]) -> None:
+    """Delete packs and footers that belong to no manifest and to no save that may be under way."""
+    if not review.keys:
+        return
+    marked: set[str] = set()
+    for key in keep & review.chains.keys():
+        manifest = review.chains[key][-1]
+        marked.update(pack_path(key, manifest.attempt, pack.rank, pack.number) for pack in manifest.packs)
+        marked.update(footer_path(key, manifest.attempt, rank) for rank in range(manifest.num_ranks))
+    unreadable = keep - review.chains.keys()  # of these nobody knows what they name
+    garbage = [
+        path
+        for path in store.list(DATA)
+        if path not in marked and (of := data_key(path)) is not None and of <= review.keys[0] and of not in unreadable
+    ]
+    if garbage:
+        claim.check()
+        store.delete(garbage)

@@ -1,0 +1,387 @@
+"""Writes checkpoints: each rank its share of the bytes, then one of them the manifest, which is the commit.
+
+A rank's share is cut from the tensors' bytes, chunk by chunk; what is no tensor is rank 0's. Of the last base each rank
+keeps its share in memory, since the next checkpoints are stored as the difference to it (the chain is a star): a
+restore reads two checkpoints, and damage to one that is no base harms no other.
+
+Memory beyond the caller's state: that share (state / ranks), a few chunks, and the index, 112 bytes per chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import blosc2
+import torch
+
+from lightning_ft.checkpoint.chain import check_coverage, opened, published_keys
+from lightning_ft.checkpoint.claims import Claim, claim_generation
+from lightning_ft.checkpoint.format import (
+    document_hash,
+    dump_document,
+    load_footer,
+    state_hash,
+    tensors_hash,
+)
+from lightning_ft.checkpoint.records import (
+    BITWISE,
+    FRAME_BYTES,
+    LATEST,
+    LOSSLESS,
+    NO_REFERENCE,
+    PACK_HEADER_BYTES,
+    Footer,
+    Frame,
+    Key,
+    Manifest,
+    Pack,
+    Ref,
+    footer_path,
+    manifest_path,
+    pack_path,
+)
+from lightning_ft.checkpoint.retention import retain
+from lightning_ft.checkpoint.share import Chunks, PackWriter, compared, copied
+from lightning_ft.checkpoint.store import Store
+from lightning_ft.checkpoint.tree import FlatState
+from lightning_ft.errors import AlreadyThereError, CheckpointError, StoreError
+
+_log = logging.getLogger(__name__)
+
+REBASE_SHARE = 0.97
+"""A checkpoint that is larger than this share of its base saves nothing worth the second read of a restore."""
+
+SAVES_PER_BASE = 32
+"""Of how many saves one is a base if nobody says. It costs each 3 % of a full checkpoint; no damage reaches further."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What all ranks must agree on before they write; rank 0 makes it, the others are told.
+
+    Attributes:
+        key: Of the checkpoint.
+        attempt: How many plans of this key there were before: failed saves.
+        parent: What differences are taken to; None: this becomes a base.
+        parent_tensors: `tensors_hash` of the parent. A state of other tensors becomes a base.
+    """
+
+    key: Key
+    attempt: int
+    parent: Ref | None
+    parent_tensors: bytes
+
+
+@dataclasses.dataclass(slots=True)
+class _Reference:
+    """A rank's share of a base."""
+
+    key: Key
+    chunks: Chunks
+
+
+@dataclasses.dataclass(slots=True)
+class _Base:
+    """The last base that was committed, and what has followed."""
+
+    manifest: Manifest
+    ref: Ref
+    num_saves: int = 1
+    is_used_up: bool = False
+
+
+class Writer:
+    """Saves states of one job under one URL.
+
+    With one rank, `save` does all. With several each has a writer. For each checkpoint rank 0 calls `plan` and hands
+    the plan to all; all call `write` with the same state; when all have returned, rank 0 calls `commit`. A rank that
+    dies in between leaves no checkpoint, and the next plan may be made at once.
+
+    Args:
+        store: Where, or its URL.
+        rank: Of this process.
+        num_ranks: How many share the work.
+        base_every: Every so many saves one does not depend on others, >= 1; None: as is reasonable.
+        keep_last: How many checkpoints to keep, >= 1, besides what they depend on and two bases; None: all.
+        storage_options: For a URL; see `open_store`.
+
+    Threads: one at a time. The state must not change during `write`; it may when that has returned.
+    """
+
+    def __init__(
+        self,
+        store: Store | str,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        base_every: int | None = None,
+        keep_last: int | None = None,
+        **storage_options: Any,
+    ) -> None:
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"rank must be from 0 to num_ranks - 1, got rank={rank!r}, num_ranks={num_ranks!r}")
+        for name, value in (("base_every", base_every), ("keep_last", keep_last)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or None, got {value!r}")
+        self.store = opened(store, **storage_options)
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.keep_last = keep_last
+        self._saves_per_base = base_every or SAVES_PER_BASE
+        self._claim: Claim | None = None
+        self._last: Plan | None = None
+        self._committed: Key | None = None
+        self._base: _Base | None = None
+        self._reference: _Reference | None = None
+        self._doubtful: tuple[Manifest, bytes] | None = None
+        self._verified: set[Key] = set()
+
+    def save(self, step: int, state: Mapping[Any, Any]) -> Manifest:
+        """Write a checkpoint, commit it, and delete what `keep_last` does not keep. For one rank.
+
+        Args:
+            step: Number of optimizer steps done; above that of this writer's last checkpoint.
+            state: Tensors and whatever else, nested in dictionaries, lists and tuples.
+
+        Raises:
+            ValueError: There are several ranks; the step is not new; or the state can't be stored.
+            StaleWriterError: Another run has taken over.
+            StoreError: The storage failed. There is no such checkpoint, unless `is_in_doubt`. The next call may follow.
+        """
+        if self.num_ranks != 1:
+            raise ValueError(f"save is for one rank, there are {self.num_ranks}: use plan, write and commit")
+        plan = self.plan(step)
+        self.write(plan, state)
+        manifest = self.commit(plan)
+        try:
+            self.retain()
+        except StoreError as error:
+            _log.warning("The checkpoint %s is saved, but older ones could not be deleted: %s", manifest.key, error)
+        return manifest
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def plan(self, step: int) -> Plan:
+        """Decide what the next checkpoint is; rank 0 only. The first call claims a generation, which fences others.
+
+        Raises:
+            ValueError: The step is not above that of the last checkpoint.
+            StaleWriterError: Another run has taken over.
+            StoreError: The storage failed.
+        """
+        claim = self._claimed()
+        self._resolve_doubt()
+        key = Key(claim.generation, step)
+        if self._committed is not None and key <= self._committed:
+            raise ValueError(f"step must be above {self._committed.step}, of which there is a checkpoint, got {step}")
+        attempt = self._last.attempt + 1 if self._last and self._last.key == key else 0
+        base = self._base
+        if base and (base.is_used_up or base.num_saves >= self._saves_per_base or not self._remembers(base.ref.key)):
+            base = None
+        self._last = Plan(
+            key,
+            attempt,
+            base.ref if base else None,
+            tensors_hash(base.manifest.streams) if base else NO_REFERENCE,
+        )
+        return self._last
+
+    def _claimed(self) -> Claim:
+        if self._claim is None:
+            keys = published_keys(self.store)
+            self._claim = claim_generation(self.store, at_least=keys[0].generation + 1 if keys else 0)
+        return self._claim
+
+    def _remembers(self, key: Key) -> bool:
+        return self._reference is not None and self._reference.key == key
+
+    # -- one rank's share ---------------------------------------------------------------------------------------------
+
+    def write(self, plan: Plan, state: Mapping[Any, Any]) -> Footer:
+        """Write this rank's share of a state: its packs, then its footer. It is no checkpoint before `commit`.
+
+        Args:
+            plan: Rank 0's.
+            state: The same on all ranks.
+
+        Raises:
+            ValueError: The state can't be stored.
+            StoreError: The storage failed; make a new plan.
+        """
+        flat = FlatState(state)
+        tensors = tensors_hash(flat.streams)
+        parent = plan.parent if tensors == plan.parent_tensors else None
+        frames: list[Frame] = []
+        packs: list[Pack] = []
+        if parent is None:
+            kept, self._reference = self._reference, None  # not whole until all is written
+            chunks = copied(flat, self.rank, self.num_ranks, kept.chunks if kept else {})
+        else:
+            chunks = compared(flat, self.rank, self.num_ranks, self._chunks_of(parent.key))
+        copies: Chunks = {}
+        encoded = PackWriter(flat.streams, chunks, copies if parent is None else None)
+        while encoded.has_more():
+            path = pack_path(plan.key, plan.attempt, self.rank, len(packs))
+            first = len(frames)
+            self.store.create(path, encoded.pack(frames))
+            num_bytes = PACK_HEADER_BYTES + sum(FRAME_BYTES + frame.stored_bytes for frame in frames[first:])
+            packs.append(Pack(self.rank, len(packs), len(frames) - first, num_bytes))
+        footer = Footer(
+            key=plan.key,
+            attempt=plan.attempt,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            mode=LOSSLESS,
+            parent=parent,
+            tensors_hash=tensors,
+            streams=flat.streams if self.rank == 0 else (),
+            packs=tuple(packs),
+            frames=tuple(frames),
+        )
+        self.store.create(footer_path(plan.key, plan.attempt, self.rank), [dump_document(footer)])
+        if parent is None:
+            self._reference = _Reference(plan.key, copies)
+        return footer
+
+    def _chunks_of(self, key: Key) -> Chunks:
+        """Return what this rank has of a base: nothing, if it came later; then its share is stored by itself."""
+        return self._reference.chunks if self._reference is not None and self._reference.key == key else {}
+
+    # -- the commit ---------------------------------------------------------------------------------------------------
+
+    def missing_ranks(self, plan: Plan) -> list[int]:
+        """Return which ranks have not finished their `write`, as the storage shows it.
+
+        Raises:
+            StoreError: The storage failed.
+        """
+        there = set(self.store.list(footer_path(plan.key, plan.attempt, 0).rpartition("/")[0] + "/"))
+        return [rank for rank in range(self.num_ranks) if footer_path(plan.key, plan.attempt, rank) not in there]
+
+    def commit(self, plan: Plan) -> Manifest:
+        """Make a checkpoint of what all ranks have written; rank 0 only, with the plan that it made last.
+
+        Raises:
+            CheckpointError: A rank has not finished, or what they wrote does not fit together; nothing was committed.
+            StaleWriterError: Another run has taken over; nothing was committed.
+            StoreError: The storage failed. If `is_in_doubt` the checkpoint may be there, which the next plan finds out.
+        """
+        assert plan is self._last, "commit the last plan"
+        assert self._claim is not None
+        footers = [self._read_footer(plan, rank) for rank in range(self.num_ranks)]
+        manifest = self._merge(plan, footers)
+        data = dump_document(manifest)
+        try:
+            self._claim.publish(manifest_path(plan.key), [data])
+        except StoreError as error:
+            if error.is_in_doubt:
+                self._doubtful = manifest, data
+            raise
+        self._record(manifest, data)
+        return manifest
+
+    def _resolve_doubt(self) -> None:
+        """Find out whether a manifest exists whose creation had no answer: make it, or raise as before."""
+        if self._doubtful is not None and self._claim is not None:
+            manifest, data = self._doubtful
+            try:
+                self._claim.publish(manifest_path(manifest.key), [data])
+            except AlreadyThereError:  # another writer was faster: ours was not made, and never will be
+                self._doubtful = None
+                return
+            self._doubtful = None
+            self._record(manifest, data)
+
+    def _read_footer(self, plan: Plan, rank: int) -> Footer:
+        path = footer_path(plan.key, plan.attempt, rank)
+        try:
+            footer = load_footer(self.store.read(path), path)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"commit of checkpoint {plan.key} failed: rank {rank} has not finished its share. Wait until "
+                "missing_ranks is empty, or make a new plan."
+            ) from None
+        for pack in footer.packs:
+            piece = pack_path(plan.key, plan.attempt, rank, pack.number)
+            if self.store.size(piece) != pack.num_bytes:
+                raise CheckpointError(f"commit of checkpoint {plan.key} failed: {piece} has not {pack.num_bytes} bytes")
+        return footer
+
+    def _merge(self, plan: Plan, footers: Sequence[Footer]) -> Manifest:
+        first = footers[0]
+        for footer in footers:
+            expected = (plan.key, plan.attempt, self.num_ranks, first.parent, first.tensors_hash, first.mode)
+            got = (footer.key, footer.attempt, footer.num_ranks, footer.parent, footer.tensors_hash, footer.mode)
+            if got != expected or footer.parent not in (None, plan.parent):
+                raise CheckpointError(
+                    f"commit of checkpoint {plan.key} failed: ranks 0 and {footer.rank} wrote different states. "
+                    "Hand the same plan and the same state to all."
+                )
+        frames = tuple(frame for footer in footers for frame in footer.frames)
+        is_base = all(frame.reference == NO_REFERENCE for frame in frames)
+        parent = None if is_base else first.parent
+        manifest = Manifest(
+            key=plan.key,
+            attempt=plan.attempt,
+            mode=first.mode,
+            contract=BITWISE,
+            parent=parent,
+            base=plan.key if parent is None else parent.key,
+            depth=0 if parent is None else 1,
+            num_ranks=self.num_ranks,
+            state_hash=state_hash(first.streams, {(frame.stream, frame.start): frame.decoded_hash for frame in frames}),
+            versions=_versions(),
+            extra={},
+            streams=first.streams,
+            packs=tuple(pack for footer in footers for pack in footer.packs),
+            frames=frames,
+        )
+        parents = [self._base.manifest] if parent is not None and self._base is not None else []
+        check_coverage([*parents, manifest])
+        return manifest
+
+    def _record(self, manifest: Manifest, data: bytes) -> None:
+        self._committed = manifest.key
+        if self._remembers(manifest.key):
+            self._base = _Base(manifest, Ref(manifest.key, document_hash(data)))
+        elif self._base is not None:
+            self._base.num_saves += 1
+            self._base.is_used_up = _stored(manifest) > REBASE_SHARE * _stored(self._base.manifest)
+        try:
+            self.store.replace(LATEST, f"{manifest.key}\n".encode("ascii"))
+        except StoreError as error:
+            _log.warning("The checkpoint %s is saved, but the hint %s is not: %s", manifest.key, LATEST, error)
+
+    # -- what is kept -------------------------------------------------------------------------------------------------
+
+    def retain(self) -> None:
+        """Delete what `keep_last` does not keep; rank 0 only, after a commit.
+
+        Raises:
+            StaleWriterError: Another run has taken over; nothing more was deleted.
+            StoreError: The storage failed; the next call goes on.
+        """
+        if self.keep_last is None or self._claim is None:
+            return
+        report = retain(self.store, self._claim, keep_last=self.keep_last, verified=self._verified)
+        if self._base is not None and self._base.ref.key in report.damaged:
+            self._base.is_used_up = True
+
+
+def _stored(manifest: Manifest) -> int:
+    return sum(pack.num_bytes for pack in manifest.packs)
+
+
+@functools.cache
+def _versions() -> Mapping[str, str]:
+    found = {"python": platform.python_version(), "torch": str(torch.__version__), "blosc2": blosc2.__version__}
+    with contextlib.suppress(metadata.PackageNotFoundError):  # run from its sources
+        found["lightning-ft"] = metadata.version("lightning-ft")
+    return found
