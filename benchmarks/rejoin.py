@@ -1,9 +1,10 @@
-"""From SIGKILL to the full job again: 3 ranks, a small model, plain PyTorch on `ft`, whose dead are started again.
+"""From SIGKILL to the full job again: 3 ranks, a small model, plain PyTorch on `ft`.
 
     python benchmarks/rejoin.py [--kills 10]
 
-Start-up is what the new process takes from its creation to its first own line: to import torch. *Rest* is all else
-from the kill to its first committed step. *Blocked* is for how long the others waited for it.
+The dead one is started again, or, in jobs of their own, a spare takes its place. Start-up is what the new process takes
+from its creation to its first own line: to import torch. *Rest* is all else from the kill to its first committed step;
+of a spare that is all. *Blocked* is for how long the others waited for it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ sys.path.insert(0, str(ROOT))
 from tests.integration import jobs  # noqa: E402
 
 MEMBERS = ("0/0", "0/1", "0/2")
-LIMITS_S = {"rest": 0.5, "blocked": 0.2}
+SPARE = "0/3"
+LIMITS_S = {"rest": 0.5, "blocked": 0.2, "with a spare": 1.0}
 
 
 def measure(directory: pathlib.Path, seed: int) -> dict[str, float]:
@@ -53,6 +55,20 @@ def measure(directory: pathlib.Path, seed: int) -> dict[str, float]:
     }
 
 
+def measure_spare(directory: pathlib.Path, seed: int) -> dict[str, float]:
+    """Kill one of three members once there is a spare, and return how long it takes until that trains, seconds."""
+    chance = random.Random(seed)
+    settings = {"LIGHTNING_FT_RESPAWN": "1", "LIGHTNING_FT_SPARES": "1"}
+    with jobs.running(directory, 3, ["plain_loop.py", "100000"], settings) as job:
+        job.wait_until(lambda: any(event["event"] == "spare_ready" for event in job.events()))
+        time.sleep(chance.uniform(0.2, 0.6))  # a moment without meaning to the job
+        killed_s = time.time()
+        job.kill(chance.choice(MEMBERS))
+        job.wait_until(lambda: any(line["event"] == "committed" for line in job.records(SPARE)))
+        committed_s = next(line["time"] for line in job.records(SPARE) if line["event"] == "committed")
+    return {"with a spare": committed_s - killed_s}
+
+
 def _starts(job: jobs.Job, member: str) -> int:
     return sum(line["event"] == "start" for line in job.records(member))
 
@@ -63,10 +79,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        results = [measure(pathlib.Path(name) / str(seed), seed) for seed in range(arguments.kills)]
+        directory = pathlib.Path(name)
+        results = [
+            measure(directory / str(seed), seed) | measure_spare(directory / f"spare-{seed}", seed)
+            for seed in range(arguments.kills)
+        ]
     print(f"| {len(results)} kills, 3 ranks | median, s | maximum, s | limit, s |")
     print("|---|---|---|---|")
-    for phase in ("total", "start-up", "rest", "blocked"):
+    for phase in ("total", "start-up", "rest", "blocked", "with a spare"):
         values = [result[phase] for result in results]
         print(f"| {phase} | {statistics.median(values):.3f} | {max(values):.3f} | {LIMITS_S.get(phase, '')} |")
 

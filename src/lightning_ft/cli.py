@@ -83,6 +83,8 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
         help="whether members are started again whose process failed",
     )
     settings.add_argument("--max-restarts", "--max_restarts", type=int, metavar="N", help="how often, for each member")
+    settings.add_argument("--max-world-size", type=int, metavar="N", help="most members; without: as at the start")
+    settings.add_argument("--spares", type=int, metavar="N", help="processes on each node that wait to replace members")
     settings.add_argument("--coordinator", metavar="HOST:PORT", help="where node 0's coordinator listens")
     settings.add_argument("--event-log", metavar="PATH", help="file that gets the event log")
 
@@ -97,6 +99,8 @@ _SETTINGS = (
     "evict_stragglers",
     "respawn",
     "max_restarts",
+    "max_world_size",
+    "spares",
     "coordinator",
     "event_log",
 )
@@ -123,11 +127,12 @@ def _add_nodes(run: argparse.ArgumentParser) -> None:
     nodes.add_argument("--master-port", "--master_port", type=int, default=29500, metavar="PORT")
     nodes.add_argument("--local-addr", "--local_addr", metavar="HOST", help="where other nodes reach this one")
     nodes.add_argument("--hosted", action="store_true", help="the coordinator is there (`lightning-ft coordinator`)")
+    nodes.add_argument("--join", action="store_true", help="the job runs; without --node-rank: as a new node")
     nodes.add_argument("--standalone", action="store_true", help="one node, whatever else is said")
 
 
 def _run(options: argparse.Namespace) -> int:
-    from lightning_ft.config import Settings
+    from lightning_ft.config import Settings, is_joining
     from lightning_ft.errors import LaunchError
     from lightning_ft.event_log import say_on_console
     from lightning_ft.launch.agent import run_agent
@@ -137,6 +142,7 @@ def _run(options: argparse.Namespace) -> int:
     say_on_console()
     interpreter = [] if options.no_python else [sys.executable, *(["-m"] if options.module else [])]
     command = [*interpreter, options.script, *options.arguments]
+    joins = options.join or is_joining(os.environ)
     if options.local_addr:
         os.environ["LIGHTNING_FT_HOST"] = options.local_addr
     try:
@@ -149,6 +155,7 @@ def _run(options: argparse.Namespace) -> int:
             job_id=options.rdzv_id,
             limits=options.rdzv_conf,
             is_hosted=options.hosted,
+            joins=joins,
         )
         return run_agent(
             lambda _slot: command,
@@ -157,7 +164,7 @@ def _run(options: argparse.Namespace) -> int:
             num_slots=options.nproc_per_node,
             settings=settings,
             expected_members=beginning.expected,
-            host_coordinator=beginning.node == 0 and not options.hosted,
+            host_coordinator=beginning.node == 0 and not options.hosted and not joins,
             is_hosted=options.hosted,
             incarnations=beginning.incarnations,
         )

@@ -47,6 +47,8 @@ class Settings:
         evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
         respawn: Whether the agent starts a member again whose process failed; it then joins the job that runs.
         max_restarts: How often it does so for each logical id, >= 0.
+        max_world_size: Most members that the job may have, >= min_world_size; None: as many as it starts with.
+        spares: How many more processes each agent starts, which wait to take a dead member's place, >= 0.
         on_resize: What a fit does when its ranks change: `keep`; `scale_lr`: learning rates in proportion to their
             number; `keep_global_batch`: as many samples in a step as with all ranks.
         uneven: What a fit does if its samples can't be dealt evenly: `pad`: some of them twice, as `DistributedSampler`
@@ -69,6 +71,8 @@ class Settings:
     evict_stragglers: bool = False
     respawn: bool = True
     max_restarts: int = 3
+    max_world_size: int | None = None
+    spares: int = 0
     on_resize: str = KEEP
     uneven: str = PAD
     coordinator: str | None = None
@@ -78,14 +82,16 @@ class Settings:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        if self.min_world_size < 1:
-            raise ValueError(f"min_world_size must be at least 1, got {self.min_world_size!r}")
+        for name, least in (("min_world_size", 1), ("max_link_failures", 0), ("max_restarts", 0), ("spares", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
         if self.max_failures is not None and self.max_failures < 0:
             raise ValueError(f"max_failures must be at least 0, or None for no limit, got {self.max_failures!r}")
-        if self.max_link_failures < 0:
-            raise ValueError(f"max_link_failures must be at least 0, got {self.max_link_failures!r}")
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts must be at least 0, got {self.max_restarts!r}")
+        if self.max_world_size is not None and self.max_world_size < self.min_world_size:
+            raise ValueError(
+                f"max_world_size must be at least min_world_size={self.min_world_size}, or None for as many members as "
+                f"the job starts with, got {self.max_world_size!r}"
+            )
         if isinstance(self.timeout, str) and self.timeout != AUTO:
             raise ValueError(f"timeout must be seconds or {AUTO!r}, got {self.timeout!r}")
         if not 0 < self.heartbeat_interval < self.heartbeat_timeout < self.longest_timeout:
@@ -138,6 +144,16 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return the variables with our prefix that nobody reads: most likely misspelt."""
     known = {field.name.upper() for field in dataclasses.fields(Settings)} | _OTHER_VARIABLES
     return sorted(name for name in environ if name.startswith(ENV_PREFIX) and name[len(ENV_PREFIX) :] not in known)
+
+
+def is_joining(environ: Mapping[str, str]) -> bool:
+    """Whether `LIGHTNING_FT_JOIN` says that the agent is to join a job that runs, as a node that it has not had.
+
+    Raises:
+        ValueError: The variable can't be read.
+    """
+    variable = f"{ENV_PREFIX}JOIN"
+    return bool(_read(variable, environ.get(variable) or "0", _flag))
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
@@ -203,6 +219,8 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "evict_stragglers": _flag,
     "respawn": _flag,
     "max_restarts": int,
+    "max_world_size": _optional_int,
+    "spares": int,
     "on_resize": str,
     "uneven": str,
     "coordinator": str,
@@ -218,6 +236,7 @@ _OTHER_VARIABLES = {
     "FAIL_AT",
     "HOST",
     "INCARNATION",
+    "JOIN",
     "MEMBER",
     "STACKS_FD",
     "STANDBYS",

@@ -10,7 +10,6 @@ and only then queues what copies them back (tests/unit/test_ddp.py fails clearly
 
 import dataclasses
 import functools
-import hashlib
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +24,9 @@ from lightning_ft.comm.compiling import report_compilations
 from lightning_ft.comm.operations import Broadcast
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.works import DoneWork, completed
+from lightning_ft.coordinator.fingerprint import Fingerprint, first_difference
 from lightning_ft.errors import LaunchError, ProtocolViolationError
+from lightning_ft.facts import facts_of_module
 from lightning_ft.faultpoints import reach
 from lightning_ft.reduction import CommHook, Commit, GradientReduction, Layout, Part, load_gradients
 
@@ -180,15 +181,16 @@ class FaultTolerantDDP(DistributedDataParallel):
         raise NotImplementedError("FaultTolerantDDP doesn't support join(); give all ranks equally many batches")
 
     def _sync_initial_state(self) -> None:
-        parameters = hashlib.sha256()
-        for name, parameter in self.module.named_parameters():
-            parameters.update(f"{name} {tuple(parameter.shape)} {parameter.dtype};".encode())
-        found = self._world.gather_bytes(parameters.digest())
+        model = Fingerprint(facts_of_module(self.module))
+        found = self._world.gather_bytes(model.digest.encode())
         if len(set(found)) > 1:
-            ranks = [rank for rank, digest in enumerate(found) if digest != found[0]]
+            described = [entry.decode() for entry in self._world.gather_bytes(model.description.encode())]
+            self._world.gather_bytes(b".")  # whoever raises goes: not before all have the descriptions
+            rank = next(rank for rank, digest in enumerate(found) if digest != found[0])
+            where = first_difference(described[0], described[rank]) if len(described) == len(found) else ""
             raise ProtocolViolationError(
-                f"FaultTolerantDDP failed: the model of rank {ranks[0]} has other parameter names, shapes or dtypes "
-                "than rank 0's. Build the same model on every rank."
+                f"FaultTolerantDDP failed: the model of rank {rank} (here) has other parameter names, shapes or dtypes "
+                f"than rank 0's (there): {where or 'too many to say which'}. Build the same model on every rank."
             )
         _sync_module_states(
             module=self.module,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.transfer import State
+from lightning_ft.coordinator.fingerprint import Fact, Fingerprint
 from lightning_ft.errors import LaunchError
+from lightning_ft.facts import facts_of_module, facts_of_optimizer, facts_of_script, name_of_class
 
 
 class ElasticState:
@@ -33,7 +35,10 @@ class ElasticState:
             state.step += 1
     """
 
+    __slots__ = ("__dict__", "_is_described")
+
     def __init__(self, **parts: Any) -> None:
+        self._is_described = False
         self.__dict__.update(parts)
 
     def boundary(self) -> None:
@@ -49,11 +54,25 @@ class ElasticState:
         if not isinstance(world, FaultTolerantProcessGroup):
             raise LaunchError("boundary() failed: torch.distributed.init_process_group('ft') must come first")
         ring = world.ring
+        if not self._is_described:
+            self._is_described = True
+            ring.describe(Fingerprint(self._facts()))
         if ring.is_outside:
             if not ring.join(self._give, self._take):
                 raise SystemExit(0)
         elif ring.is_admission_due:
             ring.admit(self._give, self._take)
+
+    def _facts(self) -> Iterator[Fact]:
+        for name, part in self.__dict__.items():
+            if isinstance(part, torch.nn.Module):
+                yield from facts_of_module(part, f" of {name}")
+        for name, part in self.__dict__.items():
+            if isinstance(part, torch.optim.Optimizer):
+                yield from facts_of_optimizer(name, part)
+            elif not isinstance(part, torch.nn.Module):
+                yield f"part {name}", "it", name_of_class(part) if hasattr(part, "load_state_dict") else "a value"
+        yield from facts_of_script()
 
     def _give(self) -> State:
         replicated, own = {}, {}

@@ -237,6 +237,8 @@ _SENTENCES: dict[str, tuple[int, str]] = {
     "evaluation_incomplete": (logging.WARNING, "the {stage} covers {coverage} of the data: {missing} died during it"),
     "failed": (logging.WARNING, "the process fails with {exception}"),
     "member_joined": (logging.DEBUG, "joined the job"),
+    "join_declined": (logging.WARNING, "can't join: {reason}"),
+    "spare_ready": (logging.INFO, "is ready, and waits for a place"),
     "member_left": (logging.INFO, "left the job as it wished"),
     "member_stacks": (logging.WARNING, "its threads were here, the innermost call first:\n{stacks}"),
     "member_exited": (logging.DEBUG, "the process has ended: {detail}"),

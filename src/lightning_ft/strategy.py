@@ -7,7 +7,6 @@ import datetime
 import inspect
 import io
 import logging
-import os
 import pathlib
 import pickle
 import signal
@@ -33,11 +32,13 @@ from typing_extensions import override
 
 from lightning_ft import lightning_data, lightning_deal, lightning_internals, promotion, rejoin
 from lightning_ft.child import watch_agent
-from lightning_ft.comm.backend import confirm_membership, progress
+from lightning_ft.comm.backend import confirm_membership, progress, starts_late
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.transfer import State
 from lightning_ft.config import EXACT, KEEP_GLOBAL_BATCH, Settings
+from lightning_ft.coordinator.fingerprint import Fact, Fingerprint
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
+from lightning_ft.facts import facts_of_module, facts_of_optimizer, facts_of_script
 from lightning_ft.faultpoints import reach
 from lightning_ft.launch.launcher import AgentLauncher, member_environment
 from lightning_ft.lightning_evaluation import CompleteEvaluations
@@ -72,6 +73,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
         respawn: Whether a rank whose process failed is started again, to join the others.
         max_restarts: How often, for each rank.
+        max_world_size: Most ranks that the job may have, with those that join; None: as many as it starts with.
+        spares: How many more processes each node has, ready to take the place of a rank that dies.
         on_resize: `scale_lr`: learning rates follow the number of ranks. `keep_global_batch`: steps keep their samples.
         uneven: `exact`: no sample twice in an epoch; ranks with fewer samples in a step weigh less.
         coordinator: `host:port` of the coordinator, if the agent shall not start one at a free port.
@@ -111,6 +114,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         max_restarts: int | None = None,
         on_resize: Literal["keep", "scale_lr", "keep_global_batch"] | None = None,
         uneven: Literal["pad", "exact"] | None = None,
+        max_world_size: int | None = None,
+        spares: int | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
@@ -127,6 +132,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             evict_stragglers=evict_stragglers,
             respawn=respawn,
             max_restarts=max_restarts,
+            max_world_size=max_world_size,
+            spares=spares,
             on_resize=on_resize,
             uneven=uneven,
         )
@@ -163,6 +170,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             agree=self._agree_on_requeue,
         )
         self._evaluated_by: tuple[str, ...] = ()
+        self._fit_described = 0
         self._num_sanity_val_steps: float = 0
 
     # -- who is in it -----------------------------------------------------------------------------------------------
@@ -176,8 +184,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     @property
     @override
     def global_rank(self) -> int:
-        if self.group is None and _was_started_again():  # whoever it is, it is none that writes for all
-            return self.num_nodes * self.num_processes - 1
+        if self.group is None and starts_late():  # whoever it is, it is none that writes for all
+            return max(1, self.num_nodes * self.num_processes - 1)
         return super().global_rank if self.group is None else self.group.rank()
 
     @property
@@ -194,7 +202,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
             self.cluster_environment = member_environment(self.cluster_environment)
-        if self.group is None and not _was_started_again():
+        if self.group is None and not starts_late():
             super().set_world_ranks()
             return
         if self.cluster_environment is not None:
@@ -234,7 +242,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             dist.init_process_group(
                 "ft",
                 store=dist.HashStore(),  # never asked: the members meet at their own stores
-                rank=environment.node_rank() * self.num_processes + self.local_rank,
+                rank=0 if starts_late() else environment.node_rank() * self.num_processes + self.local_rank,
                 world_size=self.num_nodes * self.num_processes,
             )
         if self.group is not None and self._on_renumbered not in self.group.ring.on_renumbered:
@@ -393,6 +401,9 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def _before_batch(self) -> None:
         """Let those join that wait; in a process that was started while the job ran, join before the first batch."""
         assert self._epoch_data is not None
+        if self.group is not None and self._fit_described != self.num_fits:
+            self._fit_described = self.num_fits
+            self.group.ring.describe(Fingerprint(self._facts()))
         if self._is_outside:
             self._join()
         elif self.group is not None and self.group.ring.is_admission_due and self._epoch_data.is_at_boundary:
@@ -400,6 +411,14 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._epoch_data.before_batch()
         if self.group is not None and self._resize is not None:
             self._resize.tell(self.group.members)
+
+    def _facts(self) -> Iterator[Fact]:
+        assert self.lightning_module is not None
+        yield "the fit", "its number in the script", str(self.num_fits)
+        yield from facts_of_module(self.lightning_module)
+        for index, optimizer in enumerate(self.optimizers):
+            yield from facts_of_optimizer(str(index), getattr(optimizer, "optimizer", optimizer))
+        yield from facts_of_script()
 
     def _join(self) -> None:
         assert self.group is not None
@@ -557,10 +576,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             reach("checkpoint.saved")
             self.barrier("save_checkpoint")
             is_written = self.group.members[0] == writer
-
-
-def _was_started_again() -> bool:
-    return int(os.environ.get("LIGHTNING_FT_INCARNATION", "1")) > 1
 
 
 def _fall_silent() -> None:

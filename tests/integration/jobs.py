@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,12 +24,23 @@ _AGENT = """
 import sys
 from lightning_ft.config import Settings
 from lightning_ft.launch.agent import run_agent
-node, num_nodes, num_slots = map(int, sys.argv[1:4])
+from lightning_ft.coordinator.gathering import Beginning
+from lightning_ft.launch.nodes import find_nodes
+number, joins = sys.argv[1].removeprefix("+"), sys.argv[1].startswith("+")
+num_nodes, num_slots = map(int, sys.argv[2:4])
 command = sys.argv[4:]
+if joins:
+    node = int(number) if number else None
+    begins, settings = find_nodes(
+        Settings.resolve(), nodes=(1, 1), node=node, num_slots=num_slots, endpoint=None, joins=True
+    )
+else:
+    members = [f"{n}/{slot}" for n in range(num_nodes) for slot in range(num_slots)]
+    begins, settings = Beginning(int(number), tuple(members)), Settings.resolve()
 sys.exit(run_agent(
-    command_for=lambda slot: command, env_for=lambda slot: {}, node=node, num_slots=num_slots,
-    settings=Settings.resolve(), host_coordinator=node == 0,
-    expected_members=[f"{n}/{slot}" for n in range(num_nodes) for slot in range(num_slots)],
+    command_for=lambda slot: command, env_for=lambda slot: {}, node=begins.node, num_slots=num_slots,
+    settings=settings, host_coordinator=begins.node == 0 and not joins, expected_members=begins.expected,
+    incarnations=begins.incarnations,
 ))
 """
 
@@ -56,8 +68,8 @@ class Job:
         return read_lines(self.out / "events.jsonl")
 
     def pid(self, member: str) -> int:
-        """Return the process id that a member wrote down."""
-        return int(next(line["pid"] for line in self.records(member) if line["event"] == "start"))
+        """Return the process id that a member's newest process wrote down."""
+        return int([line["pid"] for line in self.records(member) if line["event"] == "start"][-1])
 
     def kill(self, member: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to a member; one that has ended is no error."""
@@ -100,6 +112,31 @@ def running(
     return _running(out, [sys.executable, "-c", _AGENT, "0", "1", str(num_members), *command], environment)
 
 
+def joining(
+    out: pathlib.Path,
+    node: int | None,
+    num_members: int,
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    output_name: str = "joining.txt",
+) -> contextlib.AbstractContextManager[Job]:
+    """Start another agent of a job that runs (see `at_port`); `node` None: one that the job has not had."""
+    command = [sys.executable, str(PROGRAMS / program[0]), str(out), *program[1:]]
+    name = "+" if node is None else f"+{node}"
+    return _running(
+        out, [sys.executable, "-c", _AGENT, name, "1", str(num_members), *command], environment, output_name
+    )
+
+
+def at_port() -> dict[str, str]:
+    """Settings of a job that others can find."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    return {"LIGHTNING_FT_COORDINATOR": f"127.0.0.1:{port}", "LIGHTNING_FT_TOKEN": "shared-secret"}
+
+
 @contextlib.contextmanager
 def running_on(
     out: pathlib.Path, hosts: Sequence[Host], num_slots: int, program: Sequence[str], environment: Mapping[str, str]
@@ -120,10 +157,13 @@ def running_on(
 
 
 def running_script(
-    out: pathlib.Path, program: Sequence[str], environment: Mapping[str, str] | None = None
+    out: pathlib.Path,
+    program: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    output_name: str = "output.txt",
 ) -> contextlib.AbstractContextManager[Job]:
     """Start a program in `programs/` as a user would: its Trainer becomes the agent."""
-    return _running(out, [sys.executable, str(PROGRAMS / program[0]), str(out), *program[1:]], environment)
+    return _running(out, [sys.executable, str(PROGRAMS / program[0]), str(out), *program[1:]], environment, output_name)
 
 
 @contextlib.contextmanager

@@ -584,6 +584,8 @@ def test_module_and_its_arguments(tmp_path: Path) -> None:
         (["run", "--coordinator", "nowhere", "x.py"], "expected host:port"),
         (["run", "--nnodes", "2", "x.py"], "needs --rdzv-endpoint"),
         (["run", "--nnodes", "2", "--node-rank", "2", "x.py"], "must be from 0 to 1, got 2"),
+        (["run", "--join", "x.py"], "needs --rdzv-endpoint"),
+        (["run", "--max-world-size", "1", "--nproc-per-node", "2", "x.py"], "at least the number of members, 2, got 1"),
         (["run"], "SCRIPT"),
     ],
 )

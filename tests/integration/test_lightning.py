@@ -8,6 +8,7 @@ import itertools
 import os
 import pathlib
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -140,7 +141,7 @@ def test_kill_at_points_of_a_fit(tmp_path: pathlib.Path, points: list[str]) -> N
         batches = check_run(job, 4, survivors)
         lost = {event["member"] for event in job.events() if event["event"] == "failure_detected"}
         assert lost == set(_members(4)) - survivors, job.output()
-        check_data(job, 4, 3)
+        check_data(job, _members(4), 3)
         rows = log_rows(job)
         logged = [int(row["step"]) for row in rows if row["loss"]]
         assert logged == sorted(set(logged)), "no line twice"
@@ -160,13 +161,13 @@ def test_kill_at_points_of_a_fit(tmp_path: pathlib.Path, points: list[str]) -> N
             assert len({str(metrics) for metrics in seen.values()}) == 1, "all survivors have the same metrics"
 
 
-def check_data(job: jobs.Job, num: int, num_epochs: int, max_padding: int = 6) -> None:
+def check_data(job: jobs.Job, members: Sequence[str], num_epochs: int, max_padding: int = 6) -> None:
     """Check that each epoch of a fit has trained on each sample once, by what the event log says of contributors."""
-    lines = [line for member in _members(num) for line in job.records(member)]
+    lines = [line for member in members for line in job.records(member)]
     epoch_of = {line["step"] - 1: line["epoch"] for line in lines if line["event"] == "batch"}
     drawn = {
         (member, line["step"]): line["index"]
-        for member in _members(num)
+        for member in members
         for line in job.records(member)
         if line["event"] == "training_step"
     }

@@ -14,8 +14,10 @@ MEMBERS = ("0/0", "0/1", "0/2", "0/3")
 RESPAWN = {"LIGHTNING_FT_RESPAWN": "1", "LIGHTNING_FT_ON_RESIZE": "scale_lr"}
 
 
-def check_fit(job: jobs.Job, num_epochs: int, num_lost: int) -> None:
-    """Check a fit of lightning_fit.py with four ranks that all were there at its end.
+def check_fit(
+    job: jobs.Job, num_epochs: int, num_lost: int, members: tuple[str, ...] = MEMBERS, num_at_start: int = 4
+) -> None:
+    """Check a fit of lightning_fit.py with these ranks, that all were there at its end; the first began it.
 
     All ranks had the same weights after each batch that they saw, and saw each batch once; whoever came back went on at
     the very next one. The metrics of each validation are the same on all ranks. The log has one line for each step, and
@@ -29,32 +31,34 @@ def check_fit(job: jobs.Job, num_epochs: int, num_lost: int) -> None:
     hashes: dict[int, tuple[str, int, int]] = {}
     metrics: dict[int, dict[str, float]] = {}
     changes: dict[int, tuple[list[str], list[str], int]] = {}
-    for member in MEMBERS:
+    for member in members:
         lines = job.records(member)
         assert lines[-1]["event"] == "end", f"{member}\n{job.output()}"
         starts = [index for index, line in enumerate(lines) if line["event"] == "start"]
         for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
             steps = [line["step"] for line in lines[start:end] if line["event"] == "batch"]
             assert steps == list(range(steps[0], steps[0] + len(steps))), f"{member}: {steps}\n{job.output()}"
-        num_ranks = len(MEMBERS)
+        num_ranks = num_at_start
         for line in lines:
             if line["event"] == "batch":
                 found = (line["hash"], line["epoch"], line["batch"])
                 assert hashes.setdefault(line["step"], found) == found, f"{member} {line}\n{job.output()}"
-                assert line["rate"] == pytest.approx(0.05 * num_ranks / 4), f"{member} {line}\n{job.output()}"
+                assert line["rate"] == pytest.approx(0.05 * num_ranks / num_at_start), (
+                    f"{member} {line}\n{job.output()}"
+                )
             if line["event"] == "change":
                 num_ranks = len(line["new"])
                 told = (line["old"], line["new"], line["size"])
                 assert changes.setdefault(line["step"], told) == told, f"{member} {line}\n{job.output()}"
             if line["event"] == "validated" and line["step"]:
                 assert metrics.setdefault(line["step"], line["metrics"]) == line["metrics"], f"{member} {line}"
-    views = [[*MEMBERS], *(new for _, (_, new, _) in sorted(changes.items()))]
+    views = [[*members[:num_at_start]], *(new for _, (_, new, _) in sorted(changes.items()))]
     assert [old for _, (old, _, _) in sorted(changes.items())] == views[:-1], changes
-    assert sorted(views[-1]) == [*MEMBERS], changes
+    assert sorted(views[-1]) == [*members], changes
     assert all(size == len(new) for _, new, size in changes.values()), changes
     assert sorted(hashes) == list(range(1, len(hashes) + 1))
     assert {epoch for _, epoch, _ in hashes.values()} == set(range(num_epochs))
-    check_data(job, 4, num_epochs)
+    check_data(job, members, num_epochs)
     assert [int(row["step"]) for row in log_rows(job, "batchnorm") if row["loss"]] == list(range(len(hashes)))
     ends = {epoch: step for step, (_, epoch, _) in hashes.items()}  # the last step of each
     (directory,) = job.out.glob("logs/batchnorm/version_*/checkpoints")
@@ -71,3 +75,19 @@ def test_the_dead_come_back(tmp_path: pathlib.Path) -> None:
     program = ["lightning_fit.py", "--devices", "4", "--epochs", "16", "--hold", "--case", "batchnorm"]
     with jobs.running_script(tmp_path, program, {**RESPAWN, "LIGHTNING_FT_FAIL_AT": faults}) as job:
         check_fit(job, 16, num_lost=2)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_new_machine_joins(tmp_path: pathlib.Path, num: int) -> None:
+    """The same script, started elsewhere while the fit runs, doubles its ranks; learning rates and data follow."""
+    program = ["lightning_fit.py", "--devices", str(num), "--epochs", "8", "--wanted", str(2 * num)]
+    program += ["--case", "batchnorm"]
+    settings = {**RESPAWN, **jobs.at_port(), "LIGHTNING_FT_MAX_WORLD_SIZE": str(2 * num)}
+    members = tuple(f"{node}/{slot}" for node in range(2) for slot in range(num))
+    with jobs.running_script(tmp_path, program, settings) as job:
+        job.wait_until(lambda: any(line["event"] == "batch" for line in job.records("0/0")))
+        with jobs.running_script(tmp_path, program, settings | {"LIGHTNING_FT_JOIN": "1"}, "joining.txt") as more:
+            job.wait_until(lambda: all(job.records(member) for member in members))
+            (tmp_path / "go").touch()
+            check_fit(job, 8, num_lost=0, members=members, num_at_start=num)
+            assert more.finish() == 0, more.output()

@@ -45,12 +45,20 @@ def naive_quorum(state: State, config: Settings) -> set[str] | None:
 class MembershipMachine(RuleBasedStateMachine):
     """Feeds the core; keeps what it ever said."""
 
-    @initialize(size=st.integers(1, 4), min_size=st.integers(1, 2), max_failures=st.sampled_from([None, None, 1]))
-    def start(self, size: int, min_size: int, max_failures: int | None) -> None:
+    @initialize(
+        size=st.integers(1, 4),
+        min_size=st.integers(1, 2),
+        max_failures=st.sampled_from([None, None, 1]),
+        max_size=st.sampled_from([None, 3, 9]),
+        spares=st.integers(0, 1),
+    )
+    def start(self, size: int, min_size: int, max_failures: int | None, max_size: int | None, spares: int) -> None:
         """A job in generation 0, with some members connected."""
         self.config = Settings(
             min_world_size=min_size,
             max_failures=max_failures,
+            max_world_size=max_size,
+            spares=spares,
             heartbeat_interval=1.0,
             heartbeat_timeout=3.0,
             timeout=8.0,
@@ -78,6 +86,8 @@ class MembershipMachine(RuleBasedStateMachine):
         old, new = before.view, self.state.view
         assert new.generation in (old.generation, old.generation + 1)
         assert self.views.setdefault(new.generation, new) == new, "I1"
+        if new is not old and not set(new.members) <= set(old.members):
+            assert len(new.members) <= (self.config.max_world_size or self.state.num_expected), "C7a"
         if before.phase is Phase.STOPPED:
             assert self.state.phase is Phase.STOPPED
         if (

@@ -33,7 +33,12 @@ class Result:
     joins: bool = False
 
 
-OUTCOMES: dict[type, str] = {effects.Release: "released", effects.Evict: "evicted", effects.Stop: "stopped"}
+OUTCOMES: dict[type, str] = {
+    effects.Release: "released",
+    effects.Evict: "evicted",
+    effects.Stop: "stopped",
+    effects.Decline: "declined",
+}
 
 
 class Mode(enum.Enum):
@@ -65,6 +70,7 @@ class Member:
         self.mode = Mode.OUTSIDE
         self.completed: int | None = None if is_joiner else 0
         self.kept: Result | None = None
+        self.trains = "another" if is_joiner and sim.chance(0.1) else "model"
         self.visible: tuple[str, ...] = ()
         self.views: dict[int, tuple[str, ...]] = {0: sim.views[0]}
         self.pending: int | None = None
@@ -101,15 +107,20 @@ class Member:
         """Say who it is and repeat what it waits for (A4)."""
         address = Address(self.name, 1)
         if self.is_joiner and self.given == 0:
-            self.send(events.Ready(self.name, self.incarnation, address))
+            self.send(events.Ready(self.name, self.incarnation, address, fingerprint=self.trains))
             return
         self.send(events.Hello(self.name, self.incarnation, self.established, address))
+        self._describe()
         if self.mode is Mode.OUTSIDE:
             self._park("start")
         elif self.park is not None and self.mode is Mode.PARKED:
             self.send(self.park)
         elif self.leave is not None and self.mode is Mode.LEAVING:
             self.send(self.leave)
+
+    def _describe(self) -> None:
+        if self.established and self.views[self.established][0] == self.name:
+            self.send(events.Described(self.name, self.incarnation, self.trains, "what it trains"))
 
     def send(self, event: events.Event) -> None:
         """Give a message to the monitor's connection, if there is one."""
@@ -133,9 +144,10 @@ class Member:
                 self.join_announced = True
             case effects.Acknowledge():
                 self.renewed_s = max(self.renewed_s, effect.sent_s)
-            case effects.Release() | effects.Evict() | effects.Stop():
+            case effects.Release() | effects.Evict() | effects.Stop() | effects.Decline():
                 is_release = isinstance(effect, effects.Release)
                 assert not is_release or self.mode is Mode.LEAVING or self.is_joiner, f"released while {self.mode}"
+                assert not isinstance(effect, effects.Decline) or self.given == 0, "a member is not declined"
                 self._end(OUTCOMES[type(effect)])
 
     def _leave_noticed(self, notice: int) -> None:
@@ -284,6 +296,7 @@ class Member:
         self.established = group.generation
         assert self.completed == self.plan.target
         self.is_at_boundary = False
+        self._describe()
         if not self.visible:  # nothing was final before the first view
             self.visible = group.members
         self.sim.confirmed(self, group)

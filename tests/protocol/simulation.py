@@ -34,6 +34,8 @@ class Simulation:
         self.settings = Settings(
             min_world_size=self.random.choice([1, 1, 1, 2]),
             max_failures=self.random.choice([None, None, None, 2]),
+            max_world_size=self.random.choice([None, 20]),
+            spares=self.random.choice([0, 1]),
             **SETTINGS,  # type: ignore[arg-type]
         )
         self.max_delay_s = self.random.choice([0.01, 0.1, 0.6])
@@ -193,7 +195,7 @@ class Simulation:
 
     def _incarnation(self, effect: effects.Effect) -> int:
         assert not isinstance(effect, effects.Record)
-        if isinstance(effect, effects.Evict | effects.Release):
+        if isinstance(effect, effects.Evict | effects.Release | effects.Decline):
             return effect.incarnation
         known, joiner = self.state.members.get(effect.member), self.state.joiners.get(effect.member)
         if joiner is not None:
@@ -386,7 +388,7 @@ class Simulation:
         self.trace.append(f"{self.now:8.3f} {line}")
 
     def _check_view(self, before: State) -> None:
-        """I2: a view is a part of the one before, and joiners."""
+        """I2, C7a: a view is a part of the one before, and joiners that may join."""
         view = self.state.view
         self.views[view.generation] = view.members
         stays = (Status.PARKED, Status.LEAVING, Status.RUNNING)
@@ -394,6 +396,10 @@ class Simulation:
         joined = view.members[len(old) :]
         assert list(view.members[: len(old)]) == old
         assert all(member in before.joiners for member in joined), joined
+        num_places = self.settings.max_world_size or self.state.num_expected
+        assert not joined or len(view.members) <= num_places, view
+        others = [member for member in joined if before.joiners[member].fingerprint != "model"]
+        assert not others or not before.fingerprint, others
 
     def _check_tally(self) -> None:
         """The counters against a recount."""

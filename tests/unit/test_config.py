@@ -31,6 +31,8 @@ VALUES = {
     "max_link_failures": ("5", 5),
     "respawn": ("0", False),
     "max_restarts": ("7", 7),
+    "max_world_size": ("8", 8),
+    "spares": ("1", 1),
     "on_resize": ("scale_lr", "scale_lr"),
     "uneven": ("exact", "exact"),
     "coordinator": ("node0:29400", "node0:29400"),

@@ -53,6 +53,15 @@ def confirm_membership(*, waits_for_coordinator: bool = True) -> None:
         _ring.confirm_membership(waits_for_coordinator=waits_for_coordinator)
 
 
+def starts_late() -> bool:
+    """Whether this process is none of those that its job started with: it will join the others."""
+    incarnation = int(os.environ.get("LIGHTNING_FT_INCARNATION", "1"))
+    expected = os.environ.get("LIGHTNING_FT_EXPECTED")
+    return incarnation > 1 or (
+        expected is not None and os.environ.get("LIGHTNING_FT_MEMBER") not in from_ranges(expected)
+    )
+
+
 def make_group(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     """Make WORLD (no ranks given) or a sub-group; torch calls it from init_process_group and new_group."""
     global _ring, _pid
@@ -80,7 +89,7 @@ def make_group(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     member = os.environ["LIGHTNING_FT_MEMBER"]
     incarnation = int(os.environ.get("LIGHTNING_FT_INCARNATION", "1"))
     expected = from_ranges(os.environ["LIGHTNING_FT_EXPECTED"])
-    is_joiner = incarnation > 1 or member not in expected
+    is_joiner = starts_late()
     client = MembershipClient(
         endpoint=endpoint,
         token=os.environ["LIGHTNING_FT_TOKEN"],

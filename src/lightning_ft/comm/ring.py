@@ -28,6 +28,7 @@ from lightning_ft.comm.transfer import Cargo, State, StateTransfer, pack
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.activity import Activity
 from lightning_ft.coordinator.client import MembershipClient, NextView
+from lightning_ft.coordinator.fingerprint import Fingerprint
 from lightning_ft.errors import FaultToleranceError, LaunchError, signature_of
 from lightning_ft.faultpoints import reach
 from lightning_ft.membership.settle import SettlePlan
@@ -147,7 +148,8 @@ class Ring:
             FaultToleranceError: There will be none for this member.
         """
         if self.is_outside:  # not rank 0 whoever it is: it is none yet that writes for all
-            self.world.visible = (*(member for member in expected if member != self.member), self.member)
+            others = [member for member in expected if member != self.member]
+            self.world.visible = (*others[: max(1, len(expected) - 1)], self.member)
             self.world.has_state = False
             return
         self._client.start()
@@ -183,6 +185,10 @@ class Ring:
                 member=self.member,
             )
         self._why_closed = self._why_closed or reason
+
+    def describe(self, fingerprint: Fingerprint) -> None:
+        """Say what this process trains. A joiner says it before `join`, a member before others do."""
+        self._client.describe(fingerprint)
 
     def join(self, give: Callable[[], State], take: Callable[[State], None]) -> bool:
         """Say that all slow work is done, wait until the members admit this process, and take the job's state.

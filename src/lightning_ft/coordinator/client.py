@@ -16,10 +16,11 @@ from lightning_ft.config import AUTO, Settings
 from lightning_ft.coordinator.activity import Activity
 from lightning_ft.coordinator.channel import MEMBER_PATH
 from lightning_ft.coordinator.enrolment import Enrolment, Left, NextView, Resync, Sever, checked
+from lightning_ft.coordinator.fingerprint import Fingerprint
 from lightning_ft.coordinator.lease import Lease
 from lightning_ft.coordinator.link import Link
 from lightning_ft.coordinator.patience import Patience
-from lightning_ft.errors import CoordinatorLostError, FaultToleranceError, ProtocolViolationError
+from lightning_ft.errors import CoordinatorLostError, EvictedError, FaultToleranceError, ProtocolViolationError
 from lightning_ft.membership import effects, events, wire
 from lightning_ft.membership.events import Address
 from lightning_ft.membership.state import View
@@ -95,6 +96,7 @@ class MembershipClient:
         hello = events.Hello(member, incarnation, 0, address, os.getpid())
         self._enrolment = Enrolment(hello, tuple(expected), is_joiner=is_joiner)
         self._sent: events.Parked | events.Leaving | None = None
+        self._described: events.Described | None = None
         self._log_directory: str | None = None
         self._reports: collections.deque[str] = collections.deque(maxlen=_MAX_REPORTS)
         self._link = Link(
@@ -203,6 +205,12 @@ class MembershipClient:
                     return following
                 self._raise_if_over()
                 self._wait_for_change(self._settings.longest_timeout)
+
+    def describe(self, fingerprint: Fingerprint) -> None:
+        """Say what this process trains: before `join`, to be compared; of a member, for others to be. Never waits."""
+        with self._changed:
+            self._enrolment.fingerprint = fingerprint
+        self._post(self._send_description)
 
     def confirm(self) -> None:
         """Make sure that this process is a member still, before it does what only a member may: write a checkpoint.
@@ -362,6 +370,9 @@ class MembershipClient:
         with self._changed:
             self._sent = self._enrolment.request
             frames = [wire.encode(self._enrolment.hello())]
+            self._described = self._enrolment.description()
+            if self._described is not None:  # the last coordinator may have died with it
+                frames.append(wire.encode(self._described))
             if self._sent is not None:
                 frames.append(wire.encode(self._sent))
         if self._log_directory is not None:  # the last coordinator may not have kept it
@@ -378,6 +389,13 @@ class MembershipClient:
             if request is not None and request is not self._sent and self._link.is_connected:
                 self._sent = request
                 self._link.send(wire.encode(request))
+
+    def _send_description(self) -> None:
+        with self._changed:
+            described = self._enrolment.description()
+            if described is not None and described != self._described and self._link.is_connected:
+                self._described = described
+                self._link.send(wire.encode(described))
 
     def _send_reports(self) -> None:
         if self._link.is_connected:
@@ -419,8 +437,10 @@ class MembershipClient:
         is_in_step = True
         for item in advice:
             is_in_step = self._follow(item) and is_in_step
-        if isinstance(message, effects.Evict):
-            self.on_evicted()
+        if isinstance(message, effects.Evict) and isinstance(self.error, EvictedError):
+            self.on_evicted()  # else it has another reason to end, and says which
+        if isinstance(message, effects.CommitView):
+            self._send_description()
         return is_in_step
 
     def _follow(self, advice: Sever | Left | Resync) -> bool:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from lightning_ft.coordinator.fingerprint import Fingerprint, first_difference
 from lightning_ft.errors import (
     EvictedError,
     FaultToleranceError,
+    LaunchError,
     ProtocolViolationError,
     QuorumLostError,
     RepeatedFailureError,
@@ -73,6 +75,7 @@ class Enrolment:
         error: Why this member is out of the job; final.
         is_released: Nobody needs this member any more; final.
         is_join_pending: Joiners wait to be admitted.
+        fingerprint: Of what this process trains; None: not known yet.
 
     Invariants: I1 (`view` changes only by whole differences to itself). Threads: the owner's lock.
     """
@@ -89,6 +92,7 @@ class Enrolment:
         self.error: FaultToleranceError | None = None
         self.is_released = False
         self.is_join_pending = False
+        self.fingerprint: Fingerprint | None = None
 
     @property
     def peer(self) -> wire.Peer:
@@ -99,8 +103,16 @@ class Enrolment:
         """The first message of a connection. The `request` follows it, if there is one."""
         hello = self._hello
         if self._waits_to_join:
-            return events.Ready(hello.member, hello.incarnation, hello.address, hello.pid)
+            digest = "" if self.fingerprint is None else self.fingerprint.digest
+            return events.Ready(hello.member, hello.incarnation, hello.address, hello.pid, digest)
         return dataclasses.replace(hello, generation=self.view.generation)
+
+    def description(self) -> events.Described | None:
+        """What the first member of a view says of what the job trains; None of any other."""
+        peer, told = self.peer, self.fingerprint
+        if told is None or self.view.generation == 0 or self.view.members[0] != peer.member:
+            return None
+        return events.Described(peer.member, peer.incarnation, told.digest, told.description)
 
     @property
     def _waits_to_join(self) -> bool:
@@ -149,6 +161,8 @@ class Enrolment:
                 return self._take_leaving(message)
             case effects.Evict():
                 return self._end(EvictedError, f"the job goes on without this process: {message.reason}")
+            case effects.Decline():
+                return self._decline(message)
             case effects.Stop():
                 kind = RepeatedFailureError if message.is_final else QuorumLostError
                 return self._end(kind, f"the coordinator stopped the job: {message.reason}")
@@ -209,6 +223,19 @@ class Enrolment:
             return ()
         self.leavers = {**self.leavers, message.leaver: message.completed}
         return (Left(message.leaver, message.completed),)
+
+    def _decline(self, message: effects.Decline) -> tuple[Advice, ...]:
+        if self.error is None:
+            difference = (
+                "" if self.fingerprint is None else first_difference(message.description, self.fingerprint.description)
+            )
+            where = f" ({difference})" if difference else ""
+            hint = " Start it with the script, the arguments and the data that the job has." if where else ""
+            self.error = LaunchError(
+                f"joining the job failed: {message.reason}{where}.{hint} The job goes on without this process.",
+                member=self._hello.member,
+            )
+        return ()
 
     def _end(self, kind: type[FaultToleranceError], cause: str) -> tuple[Advice, ...]:
         if self.error is None:

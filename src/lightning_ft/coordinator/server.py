@@ -23,6 +23,7 @@ from lightning_ft.config import Settings
 from lightning_ft.coordinator.accepted import CLOSING_TIME_S, Connection, RefusedError, accept
 from lightning_ft.coordinator.channel import AGENT_PATH, GATHERING_PATH, MEMBER_PATH
 from lightning_ft.coordinator.ending import Ending, Identity
+from lightning_ft.coordinator.enlisting import beginning, who_is_there
 from lightning_ft.coordinator.memory import Memory
 from lightning_ft.coordinator.nodes import Nodes
 from lightning_ft.coordinator.probe import wait_until_refused
@@ -30,7 +31,7 @@ from lightning_ft.coordinator.replicas import Replicas
 from lightning_ft.event_log import DEFAULT_NAME, EventLog, exception_of
 from lightning_ft.faultpoints import reach
 from lightning_ft.membership import effects, events, machine, snapshot, state, wire
-from lightning_ft.membership.ids import as_ranges, in_order, parse_logical_id
+from lightning_ft.membership.ids import in_order
 from lightning_ft.membership.replication import Ledger, node_of
 from lightning_ft.membership.transitions import ALL_LEFT
 
@@ -44,7 +45,7 @@ _TICKS = 12
 
 _WORD_EVERY_S = 30.0
 
-_FROM_ITSELF = (events.Hello, events.Parked, events.Leaving, events.Ready, events.Heartbeat)
+_FROM_ITSELF = (events.Hello, events.Parked, events.Leaving, events.Ready, events.Described, events.Heartbeat)
 
 
 class CoordinatorServer:
@@ -87,6 +88,7 @@ class CoordinatorServer:
         self._memory = memory
         self._home = None if replica is None else node_of(replica)
         self._expected = tuple(expected_members)
+        self._enlisted: dict[str, int] = {}
         self.is_deposed = False
         self.status: int | None = None
         self._outgoing: collections.deque[_Outgoing] = collections.deque()
@@ -99,6 +101,7 @@ class CoordinatorServer:
         if memory is not None and saved is not None:
             self._state = snapshot.load(saved["core"], clock(), settings.longest_timeout, start_timeout_s)
             self._ending = Ending((member, incarnation) for member, incarnation in saved["released"])
+            self._enlisted.update(saved["enlisted"])
             for item in memory.items():
                 self._ending.note(events.Exited(*item))
             self._not_over_before_s += settings.heartbeat_timeout  # members and agents may not be back before
@@ -241,11 +244,10 @@ class CoordinatorServer:
         return connection.websocket
 
     async def _serve_arrival(self, request: web.Request) -> web.WebSocketResponse:
-        """Tell the agent of a node which of its members the job knows already: it may not be the first of that node."""
+        """C7b: tell an agent that comes to a job that runs which members it may start."""
         connection = await accept(request, self._token, self._settings.heartbeat_timeout)
         try:
-            arrived = await self._first(connection, (wire.NodeArrived,))
-            connection.send(self._beginning_for(arrived.node))
+            connection.send(await self._beginning_for(await self._first(connection, (wire.NodeArrived,))))
             await connection.say_goodbye()
         except RefusedError as refusal:
             await connection.refuse(str(refusal))
@@ -253,13 +255,16 @@ class CoordinatorServer:
             connection.outbox.close()
         return connection.websocket
 
-    def _beginning_for(self, node: int | None) -> wire.JobBegins:
-        if node not in {parse_logical_id(member)[0] for member in self._expected}:
-            raise RefusedError("the job has begun already, without this node")
-        waiting = [(joiner.member, joiner.incarnation) for joiner in self._state.joiners.scan()]
-        known = dict(self._members_by_node().get(node, []))
-        known.update({member: number for member, number in waiting if parse_logical_id(member)[0] == node})
-        return wire.JobBegins(node, as_ranges(self._expected), tuple(known.items()))
+    async def _beginning_for(self, arrived: wire.NodeArrived) -> wire.JobBegins:
+        deadline_s = self._clock() + 2 * self._settings.heartbeat_timeout
+        while (obstacle := who_is_there(self._state, self._agents, arrived.node)) and self._clock() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(self._pause_s)  # it may have died a moment ago
+        told = obstacle or beginning(arrived, self._state, self._settings, self._expected, self._enlisted)
+        if isinstance(told, str):
+            raise RefusedError(told)
+        self._enlisted.update({member: last + 1 for member, last in told.incarnations})
+        self._save()
+        return told
 
     def _attach_member(self, connection: Connection, identity: Identity) -> None:
         connection.peer = f"{identity[0]} (incarnation {identity[1]})"
@@ -513,6 +518,7 @@ class CoordinatorServer:
         waiting = [line for outgoing in self._outgoing for line in outgoing.lines]
         saved = {
             "core": snapshot.dump(self._state),
+            "enlisted": self._enlisted,
             "released": sorted(self._ending.released),
             "event_log": None if log_path is None else str(log_path),
             "lines": [*self._event_log.unwritten(), *waiting, *lines],
@@ -547,7 +553,7 @@ class CoordinatorServer:
             case effects.Acknowledge():
                 if self._replicas.has_lease:
                     self._send((effect.member, incarnation), effect)
-            case effects.Evict() | effects.Release():
+            case effects.Evict() | effects.Release() | effects.Decline():
                 reach("member.told")
                 self._send((effect.member, effect.incarnation), effect)
             case _:

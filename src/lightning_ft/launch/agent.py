@@ -108,9 +108,11 @@ class Agent:
         command_for: Gives the command line of a slot.
         env_for: Gives what to add to a slot's environment.
         node: Number of this node.
-        num_slots: How many members this node has.
+        num_slots: How many members this node has. With `settings.spares` it has as many more processes; those share
+            the first slots' commands and devices.
         settings: The job's settings.
-        expected_members: Logical ids of all members the job starts with; sorted, they are the first ranks.
+        expected_members: Logical ids of all members the job starts with; sorted, they are the first ranks. This node's
+            are not among them if it joins the job while that runs.
         host_coordinator: Whether this agent runs the coordinator.
         is_hosted: Whether it is a service of its own, which no node's agent can replace.
         incarnations: Of this node's members, the last that the job knows: another agent of this node was there before.
@@ -162,13 +164,10 @@ class Agent:
         for name in unknown_variables(os.environ):
             logger.warning("the environment variable %s means nothing to lightning_ft; is it misspelt?", name)
         missing = [self._member(slot) for slot in range(num_slots) if self._member(slot) not in self._expected]
-        if missing:
+        if missing and host_coordinator:
             raise ValueError(f"expected_members must hold the members of node {node}, but lacks {missing}")
-        if settings.min_world_size > len(self._expected):
-            raise ValueError(
-                f"min_world_size must be at most the number of members, {len(self._expected)}, got "
-                f"{settings.min_world_size}"
-            )
+        if host_coordinator:
+            _check_limits(settings, len(self._expected))
         if settings.coordinator is None and (not host_coordinator or len(self._expected) != num_slots):
             raise ValueError(
                 "a job of several nodes needs the setting coordinator=host:port of node 0, or MASTER_ADDR and "
@@ -212,7 +211,7 @@ class Agent:
         return self._coordinator.endpoint
 
     def _connect(self, endpoint: str) -> AgentClient:
-        if self._num_nodes > 1 and not self._is_hosted:
+        if self._node < self._num_nodes > 1 and not self._is_hosted:  # whoever joined later has no terms of its own
             try:
                 self._standby = Standby(endpoint, self._node, self._num_nodes, self._settings)
             except OSError as error:
@@ -255,13 +254,13 @@ class Agent:
         def start(slot: int, incarnation: int) -> _Child:
             return self._start_child(slot, incarnation, common, read_fd)
 
-        for slot in range(self._num_slots):
+        for slot in range(self._num_slots + self._settings.spares):
             first = self._earlier.get(self._member(slot), 0) + 1
             self._watchers.add(asyncio.create_task(self._keep_running(start(slot, first), start)))
 
     def _start_child(self, slot: int, incarnation: int, common: Mapping[str, str], read_fd: int) -> _Child:
-        member = self._member(slot)
-        command = list(self._command_for(slot))
+        member, place = self._member(slot), slot % self._num_slots
+        command = list(self._command_for(place))
         if not command or shutil.which(command[0]) is None:
             raise LaunchError(
                 f"starting {member} failed: {command[:1]} is no program. Check the command.", member=member
@@ -270,12 +269,12 @@ class Agent:
         environment = {
             **os.environ,
             **common,
-            "LOCAL_RANK": str(slot),
+            "LOCAL_RANK": str(place),
             f"{ENV_PREFIX}STANDBYS": "" if self._client is None else ",".join(self._client.endpoints),
-            "RANK": str(self._expected.index(member) if incarnation == 1 else len(self._expected) - 1),
+            **self._ranks(member, incarnation),
             f"{ENV_PREFIX}MEMBER": member,
             f"{ENV_PREFIX}INCARNATION": str(incarnation),
-            **self._env_for(slot),
+            **self._env_for(place),
         }
         stacks = tempfile.TemporaryFile(prefix="lightning_ft-")  # noqa: SIM115  (closed with the child)
         environment[child_module.STACKS_FD_VARIABLE] = str(stacks.fileno())
@@ -293,6 +292,17 @@ class Agent:
         logger.debug("[%s] process %d started (incarnation %d)", member, process.pid, incarnation)
         return child
 
+    def _joins(self, member: str, incarnation: int) -> bool:
+        """Whether a process is none of those that the job starts with."""
+        return incarnation > 1 or member not in self._expected
+
+    def _ranks(self, member: str, incarnation: int) -> dict[str, str]:
+        """What a process takes itself for until it has joined, if it has to: never for the one that writes for all."""
+        num_expected = len(self._expected)
+        if not self._joins(member, incarnation):
+            return {"RANK": str(self._expected.index(member)), "WORLD_SIZE": str(num_expected)}
+        return {"RANK": str(max(1, num_expected - 1)), "WORLD_SIZE": str(max(2, num_expected))}
+
     def _job_environment(self) -> dict[str, str]:
         settings = {
             f"{ENV_PREFIX}{name.upper()}": str(value)
@@ -308,7 +318,6 @@ class Agent:
             child_module.AGENT_FD_VARIABLE: str(read_fd),
             child_module.AGENT_PID_VARIABLE: str(os.getpid()),
             "NODE_RANK": str(self._node),
-            "WORLD_SIZE": str(len(self._expected)),
             "LOCAL_WORLD_SIZE": str(self._num_slots),
             "MASTER_ADDR": os.environ.get("MASTER_ADDR") or parse_endpoint(endpoint)[0],
             "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_free_port()),
@@ -340,7 +349,7 @@ class Agent:
 
     def _may_restart(self, child: _Child) -> bool:
         assert self._client is not None
-        if child.incarnation > 1 and child.process.returncode == child_module.CANNOT_JOIN_STATUS:
+        if self._joins(child.member, child.incarnation) and child.process.returncode == child_module.CANNOT_JOIN_STATUS:
             logger.warning("[%s] stays away: it can't join, for the reason that it has told", child.member)
             return False
         is_wanted = self._settings.respawn and self._num_starts(child) <= self._settings.max_restarts
@@ -380,8 +389,11 @@ class Agent:
         await self._client.stopped.wait()
         for child in self._alive():
             if (child.member, child.incarnation) not in self._client.members:
-                logger.warning(
-                    "[%s] process %d is ended: the job ended before it joined", child.member, child.process.pid
+                logger.log(
+                    logging.INFO if self._settings.spares else logging.WARNING,
+                    "[%s] process %d is ended: the job ended before it joined",
+                    child.member,
+                    child.process.pid,
                 )
                 child.kill()
         if not self._client.is_failed:
@@ -536,6 +548,17 @@ def run_agent(
         termination_grace_time=termination_grace_time,
     )
     return asyncio.run(agent.run())
+
+
+def _check_limits(settings: Settings, num_expected: int) -> None:
+    if settings.min_world_size > num_expected:
+        raise ValueError(
+            f"min_world_size must be at most the number of members, {num_expected}, got {settings.min_world_size}"
+        )
+    if settings.max_world_size is not None and settings.max_world_size < num_expected:
+        raise ValueError(
+            f"max_world_size must be at least the number of members, {num_expected}, got {settings.max_world_size}"
+        )
 
 
 async def _first_of(*waits: Coroutine[Any, Any, object], timeout_s: float | None = None) -> None:

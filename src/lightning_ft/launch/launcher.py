@@ -17,11 +17,12 @@ from lightning.pytorch.plugins.environments import (
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
-from lightning_ft.config import Settings
+from lightning_ft.config import Settings, is_joining
+from lightning_ft.coordinator.gathering import Beginning
 from lightning_ft.errors import LaunchError
 from lightning_ft.event_log import say_on_console
 from lightning_ft.launch.agent import run_agent
-from lightning_ft.launch.nodes import join_endpoint, master_endpoint, token_of_environment
+from lightning_ft.launch.nodes import find_nodes, join_endpoint, master_endpoint, token_of_environment
 from lightning_ft.lightning_internals import child_command
 
 
@@ -81,21 +82,36 @@ class AgentLauncher(_Launcher):
         if self._num_nodes > 1:
             token_of_environment()
         say_on_console()
-        node = self._environment.node_rank()
+        beginning, settings = self._beginning()
         status = run_agent(
             command_for=lambda slot: child_command(slot)[0],
             env_for=self._environment_for,
-            node=node,
+            node=beginning.node,
             num_slots=self._num_processes,
-            settings=self._settings_of_node(),
-            expected_members=[f"{n}/{s}" for n in range(self._num_nodes) for s in range(self._num_processes)],
-            host_coordinator=node == 0,
+            settings=settings,
+            expected_members=beginning.expected,
+            host_coordinator=beginning.node == 0 and not is_joining(os.environ),
+            incarnations=beginning.incarnations,
             cwd=child_command(0)[1],
         )
         if trainer is not None:  # nothing of the run happened here: no callback or logger shall see an end
             trainer.callbacks = []  # type: ignore[attr-defined]
             trainer.loggers = []
         raise SystemExit(status)
+
+    def _beginning(self) -> tuple[Beginning, Settings]:
+        if is_joining(os.environ):
+            node = os.environ.get("NODE_RANK")
+            return find_nodes(
+                self._settings_of_node(),
+                nodes=(1, self._num_nodes),
+                node=None if node is None else int(node),
+                num_slots=self._num_processes,
+                endpoint=None,
+                joins=True,
+            )
+        members = tuple(f"{node}/{slot}" for node in range(self._num_nodes) for slot in range(self._num_processes))
+        return Beginning(self._environment.node_rank(), members), self._settings_of_node()
 
     def _settings_of_node(self) -> Settings:
         """The settings, with the coordinator where Lightning's variables or SLURM's say that node 0 is."""

@@ -66,6 +66,7 @@ def find_nodes(
     job_id: str = "",
     limits: Mapping[str, float] | None = None,
     is_hosted: bool = False,
+    joins: bool = False,
 ) -> tuple[Beginning, Settings]:
     """Find out who the job begins with: from the numbers alone if all are given, else by meeting the other agents.
 
@@ -78,6 +79,7 @@ def find_nodes(
         job_id: Nodes that give another are not of this job.
         limits: `last_call_timeout_s` and `join_timeout_s` of the meeting.
         is_hosted: The coordinator is a service of its own, which knows who is expected.
+        joins: The job runs; `nodes` does not count, and a node without a number gets one that the job has not had.
 
     Returns: The beginning, and the settings with the coordinator.
 
@@ -86,9 +88,9 @@ def find_nodes(
         LaunchError: The nodes don't find each other.
     """
     least, most = nodes
-    if node is not None and not 0 <= node < most:
+    if node is not None and not joins and not 0 <= node < most:
         raise ValueError(f"--node-rank must be from 0 to {most - 1}, got {node}")
-    if most == 1 and not is_hosted:
+    if most == 1 and not is_hosted and not joins:
         return Beginning(0, tuple(f"0/{slot}" for slot in range(num_slots))), settings
     endpoint = settings.coordinator or endpoint or master_endpoint()
     if endpoint is None:
@@ -101,8 +103,8 @@ def find_nodes(
         token = os.environ[f"{ENV_PREFIX}TOKEN"] = f"{token}:{job_id}"
     settings = dataclasses.replace(settings, coordinator=endpoint)
     terms = Terms(token, least, most, **(limits or {}))
-    if is_hosted:
-        if node is None:
+    if is_hosted or joins:
+        if node is None and not joins:
             raise ValueError("with a coordinator of its own each node needs its number: --node-rank")
         return asyncio.run(arrive(endpoint, terms, num_slots, node)), settings
     if node is not None and least == most:

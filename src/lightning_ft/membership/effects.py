@@ -86,6 +86,20 @@ class Evict:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Decline:
+    """Tell a process that it can't join, nor can another one like it.
+
+    Attributes:
+        description: What the job trains, as in `events.Described`, if the process trains something else.
+    """
+
+    member: str
+    incarnation: int
+    reason: str
+    description: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Stop:
     """Tell a parked member that there will be no next view; `is_final` if there is no use in resuming the job."""
 
@@ -145,6 +159,7 @@ Effect = (
     | NotifyLeaving
     | Release
     | Evict
+    | Decline
     | Stop
     | Kill
     | Probe

@@ -70,12 +70,33 @@ class Leaving:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ready:
-    """A process that is in no view has done all slow work and asks to join. `pid` as in `Hello`."""
+    """A process that is in no view has done all slow work and asks to join.
+
+    Attributes:
+        pid: As in `Hello`.
+        fingerprint: Digest of what it trains, as in `Described`; "" if it does not say.
+    """
 
     member: str
     incarnation: int
     address: Address
     pid: int = 0
+    fingerprint: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Described:
+    """A member says what the job trains; whoever joins must train the same.
+
+    Attributes:
+        fingerprint: Digest of the description.
+        description: For whoever joins, to find out where it differs; not read here.
+    """
+
+    member: str
+    incarnation: int
+    fingerprint: str
+    description: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,4 +188,17 @@ class Tick:
     """Time passed; deadlines are judged only here."""
 
 
-Event = Hello | Parked | Leaving | Ready | Heartbeat | Vouched | Disconnected | ProbeRefused | Exited | Failed | Tick
+Event = (
+    Hello
+    | Parked
+    | Leaving
+    | Ready
+    | Described
+    | Heartbeat
+    | Vouched
+    | Disconnected
+    | ProbeRefused
+    | Exited
+    | Failed
+    | Tick
+)

@@ -6,7 +6,8 @@ One function per event, found in a table. Rules (PROTOCOL.md section 3) and wher
     C2               `_on_exited`, `_on_disconnected`, `_on_probe_refused`, `deadlines`
     C2d              `_on_failed`
     C5               `_live_sender`, `_is_stale`
-    C7               `_on_ready`, `transitions.commit`
+    C7               `_on_ready`, `quorum`, `transitions.commit`
+    C7a              `_on_ready`, `_on_described`
     C8               `deadlines`
     C9               `snapshot`
     C10              `links`, `transitions.conclude`
@@ -24,7 +25,9 @@ from lightning_ft.config import Settings
 from lightning_ft.membership import effects, events
 from lightning_ft.membership.deadlines import judge
 from lightning_ft.membership.effects import Cause, Effect
+from lightning_ft.membership.ids import in_order
 from lightning_ft.membership.links import LinkFailure, recent
+from lightning_ft.membership.quorum import has_admissible, no_room, num_spares
 from lightning_ft.membership.state import Failure, Joiner, Member, Phase, State, Status
 from lightning_ft.membership.transitions import (
     Turn,
@@ -40,7 +43,7 @@ from lightning_ft.membership.transitions import (
 UNREACHABLE_REASON = "unreachable"
 """The reason of a park whose sender has found out that others don't answer."""
 
-_FromMember = events.Hello | events.Parked | events.Leaving | events.Heartbeat
+_FromMember = events.Hello | events.Parked | events.Leaving | events.Heartbeat | events.Described
 _OfProcess = events.Disconnected | events.ProbeRefused | events.Exited | events.Failed
 
 
@@ -171,6 +174,7 @@ def _on_ready(turn: Turn, event: events.Ready) -> None:
         return
     member = turn.state.members.get(event.member)
     waiting = turn.state.joiners.get(event.member)
+    is_back = waiting is not None and waiting.incarnation == event.incarnation
     known = max((known.incarnation or 0 for known in (member, waiting) if known is not None), default=0)
     if event.incarnation < known:
         _evict(turn, event, f"incarnation {known} of it is known")
@@ -181,13 +185,47 @@ def _on_ready(turn: Turn, event: events.Ready) -> None:
             _catch_up(turn, live, 0)
     elif member is not None and member.incarnation is None and event.incarnation == 1:
         _refuse(turn, event, "ready from a member of the first view, which must say hello")
+    elif _is_other(turn.state, event):
+        _decline_other(turn, event)
+    elif not is_back and (reason := no_room(turn.state, turn.settings, (event.member,))):
+        _decline(turn, effects.Decline(event.member, event.incarnation, reason))
     else:
-        is_first = not turn.state.joiners
-        joiner = Joiner(event.member, event.incarnation, event.address, turn.clock_s, event.pid)
+        joiner = Joiner(event.member, event.incarnation, event.address, turn.clock_s, event.pid, event.fingerprint)
+        if not is_back and num_spares(turn.state, turn.settings, (event.member,)) > 0:
+            turn.record(
+                "spare_ready", event.member, incarnation=event.incarnation, host=event.address.host, pid=event.pid
+            )
+        is_told = has_admissible(turn.state, turn.clock_s, turn.settings)
         turn.change(joiners=turn.state.joiners.with_item(event.member, joiner))
-        if is_first:
+        if not is_told:
             announce_joiners(turn)
         conclude(turn)
+
+
+def _on_described(turn: Turn, event: events.Described) -> None:
+    if _live_sender(turn, event) is None:
+        return
+    turn.change(fingerprint=event.fingerprint, description=event.description)
+    joiners = turn.state.joiners
+    for name in in_order(joiner.member for joiner in joiners.scan() if _is_other(turn.state, joiner)):
+        _decline_other(turn, joiners[name])
+
+
+def _is_other(state: State, process: events.Ready | Joiner) -> bool:
+    """Whether a process that wants to join is known to train something else than the job."""
+    return "" not in (state.fingerprint, process.fingerprint) and process.fingerprint != state.fingerprint
+
+
+def _decline_other(turn: Turn, process: events.Ready | Joiner) -> None:
+    reason = "it does not train what the job trains"
+    _decline(turn, effects.Decline(process.member, process.incarnation, reason, turn.state.description))
+
+
+def _decline(turn: Turn, decline: effects.Decline) -> None:
+    if decline.member in turn.state.joiners:
+        turn.change(joiners=turn.state.joiners.without(decline.member))
+    turn.record("join_declined", decline.member, incarnation=decline.incarnation, reason=decline.reason)
+    turn.emit(decline)
 
 
 def _on_disconnected(turn: Turn, event: events.Disconnected) -> None:
@@ -357,6 +395,7 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.Parked: _on_parked,
     events.Leaving: _on_leaving,
     events.Ready: _on_ready,
+    events.Described: _on_described,
     events.Heartbeat: _on_heartbeat,
     events.Vouched: _on_vouched,
     events.Disconnected: _on_disconnected,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Sequence
+
 from lightning_ft.config import Settings
 from lightning_ft.membership.ids import in_order, parse_logical_id
-from lightning_ft.membership.state import State, Status
+from lightning_ft.membership.state import Joiner, Phase, State, Status
 
 
 def quorum(state: State, now_s: float, settings: Settings) -> tuple[tuple[str, ...] | None, str]:
@@ -36,7 +39,7 @@ def quorum(state: State, now_s: float, settings: Settings) -> tuple[tuple[str, .
     reason = f"{tally.parked} of {len(state.view.members)} members parked"
     if Status.LEAVING in stayers:
         reason += f", {tally.leaving} that leave hold a result that the others need"
-    elif tally.admitting == tally.parked and (joiners := _admissible(state, now_s, settings)):
+    elif tally.admitting == tally.parked and (joiners := _admissible(state, members, now_s, settings)):
         return members + joiners, f"{reason}, {len(joiners)} joined"
     return members, reason
 
@@ -81,12 +84,79 @@ def _votes(state: State, member: str, stayers: set[Status]) -> bool:
     return record.opposes or (record.status in stayers and record.has_state)
 
 
-def _admissible(state: State, now_s: float, settings: Settings) -> tuple[str, ...]:
-    """Joiners that are not silent and don't meet an earlier incarnation of themselves in the view."""
-    admissible = []
-    for joiner in state.joiners.scan():
-        earlier = state.members.get(joiner.member)
-        is_free = earlier is None or earlier.status in (Status.GONE, Status.RELEASED)
-        if is_free and now_s - joiner.last_heard_s < settings.heartbeat_timeout:
-            admissible.append(joiner.member)
-    return in_order(admissible)
+def has_admissible(state: State, now_s: float, settings: Settings) -> bool:
+    """Whether somebody waits that the members of a healthy view could admit; arguments as for `quorum`."""
+    if state.phase is not Phase.HEALTHY or not state.joiners:
+        return False
+    members = [member for member in state.view.members if state.members[member].status is Status.RUNNING]
+    return bool(_admissible(state, members, now_s, settings))
+
+
+def num_spares(state: State, settings: Settings, newcomers: Sequence[str]) -> int:
+    """For how many that wait on the newcomers' node, themselves included, there is no place.
+
+    Places that are free are for whoever waits already, but for the spares of other nodes.
+
+    Args:
+        state: Not stopped.
+        settings: `max_world_size` and `spares` count.
+        newcomers: Logical ids, one or more, all of one node, of processes that ask to join or will.
+    """
+    waiting = collections.Counter(_node(joiner) for joiner in state.joiners if joiner not in newcomers)
+    node = _node(newcomers[0])
+    num_taken = sum(max(0, number - settings.spares) for other, number in waiting.items() if other != node)
+    return waiting[node] + len(newcomers) - max(0, _num_free(state, settings, newcomers) - num_taken)
+
+
+def no_room(state: State, settings: Settings, newcomers: Sequence[str]) -> str:
+    """Say why no more processes may wait to join: the job is full, and has its spares. Empty if they may.
+
+    Arguments as for `num_spares`.
+    """
+    if num_spares(state, settings, newcomers) <= settings.spares:
+        return ""
+    num_waiting = sum(joiner not in newcomers for joiner in state.joiners)
+    return (
+        f"there is no room: the job has at most {_num_places(state, settings)} members (max_world_size), "
+        f"free: {max(0, _num_free(state, settings, newcomers))}, waiting: {num_waiting}"
+    )
+
+
+def _num_free(state: State, settings: Settings, newcomers: Sequence[str]) -> int:
+    """How many places no member of the view has, but perhaps an earlier process of a newcomer."""
+    present = (Status.RUNNING, Status.PARKED)
+    others = [member for member in state.view.members if member not in newcomers]
+    return _num_places(state, settings) - sum(state.members[member].status in present for member in others)
+
+
+def _num_places(state: State, settings: Settings) -> int:
+    return state.num_expected if settings.max_world_size is None else settings.max_world_size
+
+
+def _node(member: str) -> int:
+    return parse_logical_id(member)[0]
+
+
+def _admissible(state: State, members: Sequence[str], now_s: float, settings: Settings) -> tuple[str, ...]:
+    """As many joiners as there is room for beside the members that stay, so that all nodes have equally many.
+
+    Not those that are silent or meet an earlier incarnation of themselves in the view.
+    """
+    waiting = in_order(
+        joiner.member for joiner in state.joiners.scan() if _is_admissible(state, joiner, now_s, settings)
+    )
+    num_places = max(0, _num_places(state, settings) - len(members))
+    if len(waiting) <= num_places:
+        return waiting
+    num_on = collections.Counter(_node(member) for member in members)
+    number_on_node = {}
+    for joiner in waiting:
+        num_on[_node(joiner)] += 1
+        number_on_node[joiner] = num_on[_node(joiner)]
+    return in_order(sorted(waiting, key=number_on_node.__getitem__)[:num_places])
+
+
+def _is_admissible(state: State, joiner: Joiner, now_s: float, settings: Settings) -> bool:
+    earlier = state.members.get(joiner.member)
+    is_free = earlier is None or earlier.status in (Status.GONE, Status.RELEASED)
+    return is_free and now_s - joiner.last_heard_s < settings.heartbeat_timeout

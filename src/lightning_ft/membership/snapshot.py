@@ -15,7 +15,7 @@ from lightning_ft.membership.events import Address
 from lightning_ft.membership.state import Failure, Member, Phase, State, Status, Tally, View
 from lightning_ft.membership.table import Table
 
-_VERSION = 3
+_VERSION = 4
 
 
 def is_decision(before: State, after: State) -> bool:
@@ -27,6 +27,7 @@ def is_decision(before: State, after: State) -> bool:
         or (out.gone, out.proven, out.released) != (was_out.gone, was_out.proven, was_out.released)
         or after.leave_notice != before.leave_notice
         or after.failures is not before.failures
+        or after.fingerprint != before.fingerprint
     )
 
 
@@ -40,6 +41,8 @@ def dump(state: State) -> str:
             "phase": state.phase.value,
             "members": [_dump_member(member) for member in state.members.scan()],
             "target": state.target,
+            "num_expected": state.num_expected,
+            "fingerprint": state.fingerprint,
             "reason": state.reason,
             "leave_notice": state.leave_notice,
             "is_final": state.is_final,
@@ -78,6 +81,7 @@ def load(text: str, now_s: float, timeout_s: float, start_timeout_s: float) -> S
         joiners=Table(),
         tally=Tally.of(members[member] for member in view.members),
         target=saved["target"],
+        num_expected=saved["num_expected"],
         hang_deadline_s=now_s + patience_s if phase is Phase.SUSPENDED else None,
         no_quorum_since_s=None,
         reason=saved["reason"],
@@ -85,6 +89,7 @@ def load(text: str, now_s: float, timeout_s: float, start_timeout_s: float) -> S
         last_tick_s=now_s,
         skipped_s=0.0,
         is_final=saved["is_final"],
+        fingerprint=saved["fingerprint"],
         failures=Table((member, Failure(*values)) for member, values in saved["failures"].items()),
     )
 

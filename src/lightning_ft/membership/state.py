@@ -106,13 +106,14 @@ class Member:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Joiner:
-    """A process in no view that is ready for one."""
+    """A process in no view that is ready for one. `pid` and `fingerprint` as in `events.Ready`."""
 
     member: str
     incarnation: int
     address: Address
     last_heard_s: float
     pid: int = 0
+    fingerprint: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,6 +204,9 @@ class State:
         tally: Of the current view; without meaning once stopped.
         target: Members that the job should have: those expected at first, more after joins, fewer after leaves. The
             leavers of the current view still count.
+        num_expected: How many were expected at first, >= 1.
+        fingerprint: As in `events.Described`, what the job trains; "" until a member says it.
+        description: The same; "" too after a restart of the coordinator, until it is said again.
         hang_deadline_s: From when a member that has not parked, and shows no progress, may count as hung; None unless
             suspended.
         no_quorum_since_s: Since when nobody is waited for and there is still no next view; None unless suspended.
@@ -221,6 +225,7 @@ class State:
     joiners: Table[Joiner]
     tally: Tally
     target: int
+    num_expected: int
     hang_deadline_s: float | None
     no_quorum_since_s: float | None
     reason: str
@@ -230,6 +235,8 @@ class State:
     link_failures: tuple[LinkFailure, ...] = ()
     is_final: bool = False
     failures: Table[Failure] = dataclasses.field(default_factory=Table)
+    fingerprint: str = ""
+    description: str = ""
 
     def __post_init__(self) -> None:
         tally = self.tally
@@ -288,6 +295,7 @@ def initial(expected: Iterable[str], now_s: float, timeout_s: float) -> State:
         joiners=Table(),
         tally=Tally(running=len(members)),
         target=len(members),
+        num_expected=len(members),
         hang_deadline_s=now_s + timeout_s,
         no_quorum_since_s=None,
         reason="",

@@ -13,7 +13,7 @@ from lightning_ft.membership import effects
 from lightning_ft.membership.effects import Cause, Effect
 from lightning_ft.membership.ids import in_order
 from lightning_ft.membership.links import WINDOW_S, LinkFailure, accused, counts
-from lightning_ft.membership.quorum import quorum
+from lightning_ft.membership.quorum import has_admissible, quorum
 from lightning_ft.membership.state import Joiner, Member, Phase, State, Status, Tally, View
 
 ALL_LEFT = "all members left"
@@ -265,8 +265,8 @@ def repeat_view(turn: Turn, member: Member) -> None:
 
 
 def announce_joiners(turn: Turn) -> None:
-    """C7: tell the first member of a healthy view that somebody waits to join."""
-    if turn.state.phase is Phase.HEALTHY and turn.state.joiners:
+    """C7: tell the first member of a healthy view that somebody waits to join for whom there is room."""
+    if has_admissible(turn.state, turn.clock_s, turn.settings):
         turn.emit(
             effects.AnnounceJoin(turn.state.view.members[0], f"ready: {', '.join(in_order(turn.state.joiners)[:3])}")
         )

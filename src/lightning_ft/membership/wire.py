@@ -20,7 +20,7 @@ from lightning_ft.membership import wire_fields as read
 from lightning_ft.membership.replication import Entry
 from lightning_ft.membership.wire_fields import short
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Sent in the upgrade request; raised whenever a message changes."""
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -124,7 +124,7 @@ class JobEnded:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeArrived:
-    """Said by an agent before the job begins: its node may be a part of it.
+    """Said by an agent before it starts any member, before the job begins or while it runs.
 
     Attributes:
         num_slots: Members of its node.
@@ -142,7 +142,7 @@ class JobBegins:
     Attributes:
         node: Number of the node.
         expected: The members that the job begins with, as ranges.
-        incarnations: Of the node's members, the last that are known, if this agent is not the node's first.
+        incarnations: Of the node's members and spares, the last that there may have been, if there was any.
     """
 
     node: int
@@ -202,6 +202,7 @@ Message = (
     | events.Heartbeat
     | events.Ready
     | events.Exited
+    | events.Described
     | Report
     | AgentHello
     | AgentHeartbeat
@@ -223,12 +224,21 @@ Message = (
     | effects.NotifyLeaving
     | effects.Release
     | effects.Evict
+    | effects.Decline
     | effects.Stop
     | effects.AnnounceJoin
     | effects.Kill
 )
 
-FROM_MEMBER = (events.Hello, events.Parked, events.Leaving, events.Heartbeat, events.Ready, Report)
+FROM_MEMBER = (
+    events.Hello,
+    events.Parked,
+    events.Leaving,
+    events.Heartbeat,
+    events.Ready,
+    events.Described,
+    Report,
+)
 FROM_AGENT = (AgentHello, AgentHeartbeat, AgentDone, events.Exited, Entry, Promised, Kept)
 TO_MEMBER = (
     Welcome,
@@ -239,6 +249,7 @@ TO_MEMBER = (
     effects.NotifyLeaving,
     effects.Release,
     effects.Evict,
+    effects.Decline,
     effects.Stop,
     effects.AnnounceJoin,
 )
@@ -439,7 +450,10 @@ _SCHEMAS: tuple[_Schema, ...] = (
             "sent_s": read.read_seconds,
         },
     ),
-    _schema("ready", events.Ready, {**_IDENTITY, **_HOST}, renamed=_ADDRESS, names_peer=True),
+    _schema(
+        "ready", events.Ready, {**_IDENTITY, **_HOST, "fingerprint": read.read_text}, renamed=_ADDRESS, names_peer=True
+    ),
+    _schema("described", events.Described, {"fingerprint": read.read_name, "description": read.read_text}),
     _schema("report", Report, {"event": read.read_name, "fields": read.read_log_fields}),
     _schema(
         "agent_hello",
@@ -465,7 +479,7 @@ _SCHEMAS: tuple[_Schema, ...] = (
         {"reason": read.read_text, "is_failed": read.read_flag, "members": read.read_incarnations},
     ),
     _schema("job_ended", JobEnded, {"status": read.read_status}),
-    _schema("arrived", NodeArrived, {"num_slots": read.read_natural, "node": read.read_optional_natural}),
+    _schema("arrived", NodeArrived, {"num_slots": read.read_small, "node": read.read_optional_small}),
     _schema(
         "begins",
         JobBegins,
@@ -512,6 +526,7 @@ _SCHEMAS: tuple[_Schema, ...] = (
     ),
     _schema("released", effects.Release, {"reason": read.read_text}),
     _schema("evicted", effects.Evict, {"reason": read.read_text}),
+    _schema("declined", effects.Decline, {"reason": read.read_text, "description": read.read_text}),
     _schema("stopped", effects.Stop, {"reason": read.read_text, "is_final": read.read_flag}),
     _schema("join_pending", effects.AnnounceJoin, {"reason": read.read_text}),
     _schema("kill", effects.Kill, {**_IDENTITY, "reason": read.read_text}),

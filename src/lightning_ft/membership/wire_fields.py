@@ -28,6 +28,18 @@ def read_natural(value: object) -> int:
     return value
 
 
+def read_small(value: object) -> int:
+    """A whole number from 0 to 65535."""
+    if read_natural(value) > 65535:
+        _reject("an integer from 0 to 65535", value)
+    return read_natural(value)
+
+
+def read_optional_small(value: object) -> int | None:
+    """A small number as above, or null."""
+    return None if value is None else read_small(value)
+
+
 def read_optional_natural(value: object) -> int | None:
     """A whole number as above, or null."""
     return None if value is None else read_natural(value)

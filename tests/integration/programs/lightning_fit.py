@@ -2,11 +2,12 @@
 
     lightning_fit.py OUT [--strategy ft_ddp|ddp] [--devices N] [--num-nodes N] [--case NAME]... [--epochs N]
                      [--workers N] [--logger csv|tensorboard] [--test] [--predict] [--skip-fit] [--hold]
-                     [--save-every N] [--resume CHECKPOINT]
+                     [--save-every N] [--resume CHECKPOINT] [--wanted N]
 
 Cases train one after the other in the same processes: `adamw`, `batchnorm`, `accumulate`, `manual`, `hook`. Each member
 appends JSON lines to OUT/<node>-<slot>.jsonl; rank 0 saves OUT/<case>.pt. With --hold the batches are slow while ranks
-are missing, so that these are back before the fit ends. With --save-every there is an OUT/saved/step=<N>.ckpt
+are missing, so that these are back before the fit ends; with --wanted, of so many, for whom all wait in the sixth batch
+until there is a file OUT/go. With --save-every there is an OUT/saved/step=<N>.ckpt
 after every N steps.
 """
 
@@ -117,14 +118,17 @@ def make_strategy(name: str, case: str) -> str | Strategy:
 class Recorder(L.Callback):
     """Writes the weights' hash after every step, and what the trainer thinks of it."""
 
-    def __init__(self, write: Any, num_wanted: int) -> None:
+    def __init__(self, write: Any, num_wanted: int, go: pathlib.Path | None) -> None:
         self.write = write
         self.num_wanted = num_wanted
+        self.go = go
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Classifier, batch: Any, batch_idx: int) -> None:
         """Give whoever is missing time to come back."""
         if trainer.world_size < self.num_wanted:
             time.sleep(0.1)
+        while self.go is not None and trainer.global_step == 5 and not self.go.exists():
+            time.sleep(0.01)
 
     def on_membership_change(
         self, trainer: L.Trainer, module: Classifier, old_view: tuple[str, ...], new_view: tuple[str, ...]
@@ -179,6 +183,7 @@ def main() -> None:
     parser.add_argument("--hold", action="store_true")
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--resume")
+    parser.add_argument("--wanted", type=int, default=0)
     arguments = parser.parse_args()
     member = os.environ.get("LIGHTNING_FT_MEMBER", f"0/{os.environ.get('LOCAL_RANK', '0')}")
     log = (arguments.out / f"{member.replace('/', '-')}.jsonl").open("a")
@@ -203,7 +208,11 @@ def main() -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=[
-                Recorder(write, arguments.devices if arguments.hold else 0),
+                Recorder(
+                    write,
+                    arguments.wanted or (arguments.devices if arguments.hold else 0),
+                    arguments.out / "go" if arguments.wanted else None,
+                ),
                 ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{step}"),
                 *[
                     ModelCheckpoint(arguments.out / "saved", "{step}", every_n_train_steps=number, save_top_k=-1)

@@ -5,7 +5,8 @@
                   [--stillborn MEMBER] [--full] [--double]
 
 With --full only those steps count that the whole job has done, so that it does not end before its dead are back; the
-others are done slowly, so that they are not too many.
+others are done slowly, so that they are not too many. With --hold all wait before such a step until there is a file
+OUT/go-STEP.
 
 Each member appends JSON lines to OUT/<node>-<slot>.jsonl: for each step who contributed, and the weights' hash after.
 """
@@ -103,8 +104,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--bucket-view", action="store_true")
     parser.add_argument("--slow", default="", help="member that works longer for a step than the others")
+    parser.add_argument("--wide", default="", help="member that builds another model than the others")
     parser.add_argument("--stillborn", default="", help="member that dies before it joins")
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--hold", type=int, nargs="*", default=(), help="steps")
+    parser.add_argument("--world-size", type=int, default=0, help="how many members the job has when it is whole")
     parser.add_argument("--double", action="store_true", help="in 64 bits: however long, a reference stays near")
     return parser.parse_args()
 
@@ -167,7 +171,7 @@ def main() -> None:  # noqa: PLR0915
         os.kill(os.getpid(), signal.SIGKILL)
     dist.init_process_group("ft")
     torch.manual_seed(0)
-    net = Net(arguments.model, arguments.width)
+    net = Net(arguments.model, arguments.width + (member == arguments.wide))
     model = lightning_ft.ft_ddp(
         net,
         find_unused_parameters=arguments.model == "unused",
@@ -182,13 +186,15 @@ def main() -> None:  # noqa: PLR0915
     buffers: list[str] = []  # as each forward finds them
     net.norm.register_forward_pre_hook(lambda module, _: buffers.append(tensors_hash(module.buffers())))
     state = lightning_ft.ElasticState(model=model, optimizer=optimizer, step=0, left=arguments.steps)
-    num_expected = dist.get_world_size()
+    num_expected = arguments.world_size or dist.get_world_size()
     while state.left:
         state.boundary()
         if not commits:
             write(event="in", step=state.step, hash=weights_hash(net), world_size=dist.get_world_size())
         step, is_full = state.step, dist.get_world_size() == num_expected or not arguments.full
         time.sleep(0.0 if is_full else 0.05)
+        while step in arguments.hold and not (arguments.out / f"go-{step}").exists():
+            time.sleep(0.01)
         optimizer.zero_grad()
         for part in range(arguments.accumulate):
             is_last = part == arguments.accumulate - 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_ft.coordinator.enrolment import Enrolment, Left, NextView, Resync, Sever
-from lightning_ft.errors import EvictedError, ProtocolViolationError, QuorumLostError
+from lightning_ft.coordinator.fingerprint import Fingerprint
+from lightning_ft.errors import EvictedError, LaunchError, ProtocolViolationError, QuorumLostError
 from lightning_ft.membership import effects, events
 from lightning_ft.membership.events import Address
 from lightning_ft.membership.state import View
@@ -162,3 +163,38 @@ def test_join_is_pending_until_the_next_view(running: Enrolment) -> None:
     running.park(4, "join", admits=True)
     running.take(view(2, 1, (), ("1/0",), 4))
     assert not running.is_join_pending
+
+
+def fingerprint(optimizer: str) -> Fingerprint:
+    return Fingerprint([("optimizer 0", "optimizer", optimizer)])
+
+
+def test_the_first_of_a_view_says_what_it_trains(running: Enrolment) -> None:
+    """Nobody else does, so that it is said once; whoever becomes the first says it then."""
+    assert running.description() is None
+    running.fingerprint = fingerprint("SGD")
+    assert running.description() is None
+    running.park(4, "connection", admits=False)
+    running.take(view(2, 1, ("0/0",), (), 2))
+    assert running.description() == events.Described(
+        "0/1", 3, running.fingerprint.digest, fingerprint("SGD").description
+    )
+
+
+def test_a_joiner_that_is_declined_says_where_it_differs() -> None:
+    """Its digest goes with ready; what comes back tells why it can't join, for a person."""
+    joiner = Enrolment(events.Hello("0/1", 3, 0, HERE, pid=7), ("0/0", "0/1"), is_joiner=True)
+    joiner.fingerprint = fingerprint("Adam")
+    assert joiner.hello() == events.Ready("0/1", 3, HERE, 7, fingerprint("Adam").digest)
+    assert joiner.description() is None
+    joiner.take(effects.Decline("0/1", 3, "it does not train what the job trains", fingerprint("SGD").description))
+    assert isinstance(joiner.error, LaunchError)
+    reason = "it does not train what the job trains (optimizer 0: optimizer is SGD there, Adam here)"
+    assert str(joiner.error).startswith(f"joining the job failed: {reason}. ")
+
+
+def test_a_joiner_without_a_place_is_told_so() -> None:
+    """There is nothing to compare."""
+    joiner = Enrolment(events.Hello("0/1", 3, 0, HERE, pid=7), ("0/0", "0/1"), is_joiner=True)
+    joiner.take(effects.Decline("0/1", 3, "there is no room"))
+    assert str(joiner.error) == "joining the job failed: there is no room. The job goes on without this process."

@@ -14,11 +14,11 @@ INTERVAL_S, SILENCE_S, TIMEOUT_S = 1.0, 5.0, 20.0
 
 
 class Job:
-    """Feeds events to `machine.step`; every method returns the effects."""
+    """Feeds events to `machine.step`, and returns the effects. There is room to join, unless told otherwise."""
 
     def __init__(self, *members: str, **settings: Any) -> None:
         self.settings = Settings(
-            **settings,
+            **({"max_world_size": 9} | settings),
             heartbeat_interval=INTERVAL_S,
             heartbeat_timeout=SILENCE_S,
             timeout=TIMEOUT_S,
@@ -47,8 +47,11 @@ class Job:
     def hello(self, member: str, generation: int = 0, incarnation: int = 1) -> tuple[Effect, ...]:
         return self.feed(events.Hello(member, incarnation, generation, Address(f"host{member[0]}", 1)))
 
-    def ready(self, member: str, incarnation: int = 1) -> tuple[Effect, ...]:
-        return self.feed(events.Ready(member, incarnation, Address(f"host{member[0]}", 2)))
+    def ready(self, member: str, incarnation: int = 1, fingerprint: str = "") -> tuple[Effect, ...]:
+        return self.feed(events.Ready(member, incarnation, Address(f"host{member[0]}", 2), fingerprint=fingerprint))
+
+    def describe(self, member: str, fingerprint: str, incarnation: int = 1) -> tuple[Effect, ...]:
+        return self.feed(events.Described(member, incarnation, fingerprint, f"description of {fingerprint}"))
 
     def park(
         self,

@@ -58,7 +58,7 @@ def state_of(letters: str, joiners: tuple[Joiner, ...] = ()) -> State:
 
 def decide(letters: str, joiners: tuple[Joiner, ...] = (), **settings: int) -> tuple[str, str]:
     """The members' slots as a string, and the reason."""
-    members, reason = quorum(state_of(letters, joiners), 10.0, Settings(**settings))  # type: ignore[arg-type]
+    members, reason = quorum(state_of(letters, joiners), 10.0, Settings(**({"max_world_size": 9} | settings)))  # type: ignore[arg-type]
     return "none" if members is None else " ".join(members), reason
 
 
@@ -104,6 +104,16 @@ def test_admission() -> None:
     assert decide("AD", joiners) == ("0/0 0/1 9/0", "1 of 2 members parked, 2 joined")
     assert decide("APD", joiners) == ("0/0 0/1", "2 of 3 members parked")
     assert decide("AL", (fresh,)) == ("0/0 9/0", "1 of 2 members parked, 1 joined")
+
+
+def test_nodes_come_to_have_equally_many() -> None:
+    """Of more joiners than there are places for, those of the nodes with the fewest members; in order among equals."""
+    joiners = tuple(Joiner(member, 1, Address("h", 1), 9.0) for member in ("0/7", "1/0", "1/1", "1/2", "2/0"))
+    assert decide("AA", joiners, max_world_size=3)[0] == "0/0 0/1 1/0"
+    assert decide("AA", joiners, max_world_size=4)[0] == "0/0 0/1 1/0 2/0"
+    assert decide("AA", joiners, max_world_size=6)[0] == "0/0 0/1 0/7 1/0 1/1 2/0"
+    assert decide("AA", joiners, max_world_size=7)[0] == "0/0 0/1 0/7 1/0 1/1 1/2 2/0"
+    assert decide("AAA", joiners, max_world_size=2)[0] == "0/0 0/1 0/2"
 
 
 def test_half_is_decided_by_numeric_order() -> None:

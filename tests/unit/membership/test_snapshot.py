@@ -72,6 +72,19 @@ def test_exceptions_are_kept() -> None:
     assert restarted(job.state).is_final
 
 
+def test_what_the_job_trains_is_kept() -> None:
+    """The digest, by which joiners are judged; the description is said again by the first member."""
+    job = Job.running(A, B)
+    before = job.state
+    job.describe(A, "cafe")
+    assert snapshot.is_decision(before, job.state)
+    job.state = restarted(job.state, job.now_s)
+    assert (job.state.fingerprint, job.state.description, job.state.num_expected) == ("cafe", "", 2)
+    job.ready("9/0", fingerprint="beef")
+    (decline,) = job.of(effects.Decline)
+    assert (decline.member, decline.description) == ("9/0", "")
+
+
 def test_generation_zero_waits_as_long_as_at_first() -> None:
     """Members that have not said hello may still be importing."""
     job = Job(A, B)
@@ -132,7 +145,7 @@ def test_whoever_does_not_come_back_is_given_up() -> None:
 @pytest.mark.parametrize("text", ["{}", '{"version": 99}'])
 def test_another_version_is_refused(text: str) -> None:
     """Before anything is believed."""
-    with pytest.raises(ValueError, match="expected a state of version 3, got"):
+    with pytest.raises(ValueError, match="expected a state of version 4, got"):
         snapshot.load(text, 0.0, 1.0, 1.0)
 
 

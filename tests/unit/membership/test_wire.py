@@ -21,7 +21,8 @@ MESSAGES: list[tuple[Any, tuple[type, ...]]] = [
     (events.Leaving("0/1", 3, 2, 7), wire.FROM_MEMBER),
     (events.Heartbeat("0/1", 3, 12, 1.5, 2.5, "reduction 7", 60.0, 0.25, 12.5), wire.FROM_MEMBER),
     (events.Heartbeat("0/1", 3, 12, None, 0.0, ""), wire.FROM_MEMBER),
-    (events.Ready("0/1", 3, ADDRESS, 99), wire.FROM_MEMBER),
+    (events.Ready("0/1", 3, ADDRESS, 99, "cafe"), wire.FROM_MEMBER),
+    (events.Described("0/1", 3, "cafe", "a net"), wire.FROM_MEMBER),
     (wire.Report("0/1", 3, "recovered", (("s", 0.5), ("by", ("0/0", 1)), ("x", None), ("ok", True))), wire.FROM_MEMBER),
     (wire.AgentDone(), wire.FROM_AGENT),
     (wire.JobStopped("too few", is_failed=True, members=(("0/1", 2),)), wire.TO_AGENT),
@@ -46,6 +47,7 @@ MESSAGES: list[tuple[Any, tuple[type, ...]]] = [
     (effects.NotifyLeaving("0/1", "0/0", 7), wire.TO_MEMBER),
     (effects.Release("0/1", 3, "done"), wire.TO_MEMBER),
     (effects.Evict("0/1", 3, "silent"), wire.TO_MEMBER),
+    (effects.Decline("0/1", 3, "it trains something else", "a net"), wire.TO_MEMBER),
     (effects.Stop("0/1", "no quorum"), wire.TO_MEMBER),
     (effects.Stop("0/1", "a bug", is_final=True), wire.TO_MEMBER),
     (effects.AnnounceJoin("0/1", "ready: 2/0"), wire.TO_MEMBER),
@@ -101,6 +103,7 @@ def test_encode_rejects_what_decode_would() -> None:
 
 PARK = {"type": "park", "generation": 1, "completed": 2, "reason": "start", "admits": False, "suspects": []}
 HEARTBEAT = {"type": "heartbeat", "step": 1, "waits_s": None, "idle_s": 0, "doing": ""}
+ARRIVED = {"type": "arrived", "num_slots": 1, "node": None}
 HELLO = {
     "type": "hello",
     "member": "0/1",
@@ -136,12 +139,14 @@ HELLO = {
         (HELLO, "store_port", 65536),
         (HELLO, "host", ""),
         (HELLO, "incarnation", 4),
+        (ARRIVED, "node", 65536),
+        (ARRIVED, "num_slots", 65536),
     ],
 )
 def test_a_wrong_field_is_named(base: dict[str, object], field: str, value: object) -> None:
     """The error says which field of which message."""
     with pytest.raises(wire.WireError) as caught:
-        wire.decode(json.dumps(base | {field: value}), expect=wire.FROM_MEMBER, peer=PEER)
+        wire.decode(json.dumps(base | {field: value}), expect=(wire.NodeArrived, *wire.FROM_MEMBER), peer=PEER)
     assert caught.value.type_name == base["type"]
     assert caught.value.field == ("member" if field == "incarnation" else field)
     assert repr(caught.value.field) in str(caught.value)
