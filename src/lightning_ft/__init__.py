@@ -27,13 +27,17 @@ if TYPE_CHECKING:
     from lightning_ft.comm.process_group import FaultTolerantProcessGroup
     from lightning_ft.data.sampler import ElasticDistributedSampler
     from lightning_ft.ddp import FaultTolerantDDP, StepCommit, ft_ddp
+    from lightning_ft.delta_checkpoint import DeltaCheckpoint
     from lightning_ft.elastic import ElasticState
+    from lightning_ft.lightning_checkpoints import DeltaCheckpointIO
     from lightning_ft.strategy import FaultTolerantDDPStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CoordinatorLostError",
+    "DeltaCheckpoint",
+    "DeltaCheckpointIO",
     "ElasticDistributedSampler",
     "ElasticState",
     "EvictedError",
@@ -53,6 +57,8 @@ __all__ = [
 ]
 
 _HOME_OF = {
+    "DeltaCheckpoint": "delta_checkpoint",
+    "DeltaCheckpointIO": "lightning_checkpoints",
     "ElasticDistributedSampler": "data.sampler",
     "ElasticState": "elastic",
     "FaultTolerantDDP": "ddp",

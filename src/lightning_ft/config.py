@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -156,6 +157,25 @@ def is_joining(environ: Mapping[str, str]) -> bool:
     return bool(_read(variable, environ.get(variable) or "0", _flag))
 
 
+def checkpoint_interval(environ: Mapping[str, str] | None = None) -> tuple[int, float] | None:
+    """Read `LIGHTNING_FT_CHECKPOINT_INTERVAL`: optimizer steps (`100`), or a time (`30s`, `10m`, `2h`).
+
+    Returns: Steps and seconds, of which one is 0; None if it is not set.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    variable = f"{ENV_PREFIX}CHECKPOINT_INTERVAL"
+    text = (os.environ if environ is None else environ).get(variable, "")
+    if not text:
+        return None
+    found = re.fullmatch(r"([0-9]+)([smh]?)", text)
+    if not found or not int(found[1]):
+        raise ValueError(f"environment variable {variable} must be like 100, 30s, 10m or 2h, got {text!r}")
+    number, unit = int(found[1]), found[2]
+    return (0, number * {"s": 1.0, "m": 60.0, "h": 3600.0}[unit]) if unit else (number, 0.0)
+
+
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
     """Split `host:port` (`[::1]:port` for IPv6).
 
@@ -232,6 +252,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 _OTHER_VARIABLES = {
     "AGENT_FD",
     "AGENT_PID",
+    "CHECKPOINT_INTERVAL",
     "EXPECTED",
     "FAIL_AT",
     "HOST",

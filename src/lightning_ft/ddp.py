@@ -339,6 +339,18 @@ class FaultTolerantDDP(DistributedDataParallel):
             leaves, stops = divmod(commit.total % _JOINS, _LEAVES)
             self.on_commit(StepCommit(ring.step - 1, contributors, stops, leaves))
 
+    @property
+    def bucket_order(self) -> list[Tensor]:
+        """How gradients have been cut into buckets since the first backward; empty before it.
+
+        It decides in which order three ranks or more are added up, so on the last bit of an average.
+        """
+        return [] if self.static_graph else self._buckets.give()
+
+    def load_bucket_order(self, order: list[Tensor]) -> None:
+        """Cut gradients so from the first backward on; for all ranks, before it, of the same model."""
+        self._buckets.take(order)
+
 
 class _Buckets:
     """How DDP has cut its gradients into buckets, for a member that joins: its own first backward is not the job's."""

@@ -236,17 +236,19 @@ class EpochData:
         fit._data_fetcher.length = int(fit.max_batches)  # Lightning adds what is done to what it has fetched
         self._are_lengths_old = self._is_over = fit.max_batches <= done  # what follows is another epoch
 
-    def _forget_lengths(self) -> None:
-        """Have Lightning ask for the loader again, with the lengths of a whole epoch."""
+    def _forget_lengths(self) -> bool:
+        """Have Lightning ask for the loader again, with the lengths of a whole epoch. Returns: Whether it must."""
         deal, epoch = self.deal, self._loop_epoch
         if deal is None or deal.loaders[0].sampler.epoch == epoch:
-            return
+            return False
         self._is_restored = False
         for loader in deal.loaders:  # Lightning does it later, but asks for their lengths now
             loader.sampler.set_epoch(epoch)
         if self._are_lengths_old:
             self._are_lengths_old = False
             self._trainer.fit_loop._combined_loader = None
+            return True
+        return False
 
     def _end_epoch(self) -> None:
         self._are_lengths_old, self._is_measured, self._is_restored = self._is_measured, False, False

@@ -5,12 +5,13 @@ Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if
 `on_advance_end` and `_skip_next_val`, `_FitLoop.on_save_checkpoint`, `on_load_checkpoint`, `setup_data` and
 `_load_combined_loader_states`,
 `_SignalConnector._sigterm_notifier_fn`, `_slurm_sigusr_handler_fn`, `_register_signal` and `received_sigterm`,
-`_TrainingEpochLoop.advance`, `rank_zero_only.rank`, and in
+`_TrainingEpochLoop.advance`, `_CheckpointConnector.dump_checkpoint`, `rank_zero_only.rank`, and in
 `fabric.strategies.launchers.subprocess_script` `_basic_subprocess_cmd` and `_hydra_subprocess_cmd`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -24,6 +25,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.stopping import Stopping
@@ -121,6 +123,18 @@ def take_stop_signals(trainer: Trainer, stopping: Stopping) -> None:
     loop.on_advance_end = stop_if_agreed  # type: ignore[method-assign]
 
 
+def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """Return what Lightning saves of a fit. All ranks call it; tensors are not copied."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def draw_epoch_anew(trainer: Trainer) -> None:
+    """Make the iterator of an epoch again of which nothing was drawn: it depends on random numbers."""
+    loop = trainer.fit_loop
+    if loop.epoch_loop.batch_progress.current.ready == 0 and loop._data_fetcher is not None:
+        iter(loop._data_fetcher)
+
+
 def around_each_batch(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
     """Have functions called before and after each batch of a fit: after all that belongs to the one before it.
 
@@ -173,21 +187,22 @@ def keep_in_checkpoints(fit: Any, state: Callable[[], Any], take: Callable[[Any]
 
 
 def around_data_setup(
-    fit: Any, before: Callable[[], None], with_loaders: Callable[[], None], after: Callable[[], None]
+    fit: Any, before: Callable[[], bool], with_loaders: Callable[[], None], after: Callable[[], None]
 ) -> None:
     """Have functions called when a fit sets its data up.
 
     Args:
         fit: The loop of a fit.
-        before: Called each time that it might.
+        before: Called each time that it might. Returns whether Lightning would not, but for it: random numbers that are
+            drawn then are drawn again afterwards, as if it had not.
         with_loaders: Called when it has, but has not drawn anything.
         after: Called each time that it might have.
     """
     set_up, load = fit.setup_data, fit._load_combined_loader_states
 
     def setup_data() -> None:
-        before()
-        set_up()
+        with isolate_rng() if before() else contextlib.nullcontext():
+            set_up()
         after()
 
     def load_states() -> None:

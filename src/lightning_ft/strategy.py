@@ -41,6 +41,7 @@ from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.facts import facts_of_module, facts_of_optimizer, facts_of_script
 from lightning_ft.faultpoints import reach
 from lightning_ft.launch.launcher import AgentLauncher, member_environment
+from lightning_ft.lightning_checkpoints import DeltaCheckpointIO
 from lightning_ft.lightning_evaluation import CompleteEvaluations
 from lightning_ft.lightning_refresh import DataRefresher
 from lightning_ft.resize import Resize
@@ -557,6 +558,13 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         shape = struct.pack(f"<{1 + tensor.dim()}q", tensor.dim(), *tensor.shape)
         raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         return [_read_tensor(entry, tensor) for entry in self.group.gather_bytes(shape + raw)]
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint; of `DeltaCheckpoint`, too."""
+        if not isinstance(self.checkpoint_io, DeltaCheckpointIO):
+            self.checkpoint_io = DeltaCheckpointIO(self.checkpoint_io)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
     def save_checkpoint(

@@ -16,6 +16,8 @@ def test_the_public_names_are_these() -> None:
     """A name that comes or goes is a decision."""
     assert lightning_ft.__all__ == [
         "CoordinatorLostError",
+        "DeltaCheckpoint",
+        "DeltaCheckpointIO",
         "ElasticDistributedSampler",
         "ElasticState",
         "EvictedError",

@@ -38,6 +38,8 @@ LAYERS = (
     "promotion",
     "rejoin",
     "resize",
+    "lightning_checkpoints",
+    "delta_checkpoint",
     "launch",
     "strategy",
     "callbacks",

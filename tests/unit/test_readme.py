@@ -68,8 +68,8 @@ def test_python_snippet_compiles_and_uses_what_exists(snippet: str) -> None:
 
 
 def test_readme_has_snippets() -> None:
-    """They are found: with Lightning, with a configured strategy, in plain PyTorch, with a state, with checkpoints."""
-    assert len(SNIPPETS) == 5
+    """They are found: with Lightning, a configured strategy, plain PyTorch, a state, and two kinds of checkpoints."""
+    assert len(SNIPPETS) == 6
 
 
 def test_settings_table_is_that_of_the_code() -> None:

@@ -91,7 +91,7 @@ class PackWriter:
         return None
 
 
-def _share(streams: Sequence[Stream], rank: int, num_ranks: int) -> Iterator[tuple[int, int, int]]:
+def share_of(streams: Sequence[Stream], rank: int, num_ranks: int) -> Iterator[tuple[int, int, int]]:
     """Yield stream, start and end of a rank's chunks: a rank's tensors' bytes are contiguous, all else is rank 0's.
 
     What is no tensor may have other bytes on another rank (a pickle of equal objects), so it has one writer.
@@ -128,8 +128,5 @@ def copied(flat: FlatState, rank: int, num_ranks: int, kept: Chunks) -> Iterator
 
 
 def _chunks(flat: FlatState, rank: int, num_ranks: int) -> Iterator[tuple[int, int, Bytes]]:
-    last, data = -1, np.empty(0, np.uint8)
-    for index, start, end in _share(flat.streams, rank, num_ranks):
-        if index != last:
-            last, data = index, flat.data(index)
-        yield index, start, data[start:end]
+    for index, start, end in share_of(flat.streams, rank, num_ranks):
+        yield index, start, flat.data(index, start, end)

@@ -72,20 +72,24 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 
 def bytes_of_tensor(tensor: torch.Tensor) -> Bytes:
-    """Return a plain tensor's bytes, in the order of its memory if it is dense, else row by row.
+    """Return a plain tensor's bytes in the host's memory: a view of the tensor's if it is there and dense."""
+    view: Bytes = flat_bytes(tensor).cpu().numpy()
+    return view
 
-    A view of the memory if it is the host's and dense.
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor's bytes where it is: uint8, one dimension, a view if it is dense.
+
+    In the order of its memory if it is dense, else row by row.
     """
-    tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if not is_dense(tuple(tensor.shape), tuple(tensor.stride())):
         tensor = tensor.contiguous()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     num_bytes = tensor.numel() * tensor.element_size()
     if not num_bytes:
-        return np.empty(0, np.uint8)
-    offset = tensor.storage_offset() * tensor.element_size()
-    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), offset, (num_bytes,), (1,))
-    view: Bytes = flat.numpy()
-    return view
+        return flat
+    return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), (num_bytes,), (1,))
 
 
 def bytes_of_array(array: np.ndarray[Any, Any]) -> Bytes:

@@ -43,7 +43,7 @@ _JSON_INT = 2**63
 
 
 class FlatState:
-    """A state, taken apart: `streams[i]` describes the bytes that `data(i)` returns.
+    """A state, taken apart: `streams[i]` describes the bytes that `data(i, start, end)` returns.
 
     Args:
         state: Dictionaries, lists, tuples, tensors and whatever else, nested.
@@ -53,7 +53,8 @@ class FlatState:
     """
 
     def __init__(self, state: object) -> None:
-        self._values: list[torch.Tensor | np.ndarray[Any, Any]] = []
+        self._values: list[torch.Tensor | np.ndarray[Any, Any] | None] = []
+        self._held: dict[int, tuple[Bytes, int]] = {}
         self._streams: list[Stream] = []
         self._pickles: list[tuple[str, bytes]] = []
         self._known: dict[tuple[object, ...], int] = {}
@@ -72,11 +73,31 @@ class FlatState:
         """Tensors and arrays in the order of the tree, then the tree, then the pickles."""
         return tuple(self._streams)
 
-    def data(self, index: int) -> Bytes:
-        """Return a stream's bytes, a view where the memory allows it."""
+    def data(self, index: int, start: int, end: int) -> Bytes:
+        """Return some of a stream's bytes, a view where the memory allows it."""
+        if index in self._held:
+            held, first = self._held[index]
+            return held[start - first : end - first]
+        return self._whole(index)[start:end]
+
+    def tensor(self, index: int) -> torch.Tensor | None:
+        """Return the tensor that a stream was made of; None if it was none."""
+        value = self._values[index] if index < len(self._values) else None
+        return value if isinstance(value, torch.Tensor) else None
+
+    def hold(self, index: int, start: int, data: Bytes) -> None:
+        """Have `data` answer for a part of a stream from now on, whatever becomes of the rest of it."""
+        self._held[index] = data, start
+
+    def let_go(self) -> None:
+        """Forget the objects that the state was made of; what is not held can't be read any more."""
+        self._values = [None] * len(self._values)
+
+    def _whole(self, index: int) -> Bytes:
         if index >= len(self._values):
             return np.frombuffer(self._blobs[index - len(self._values)], np.uint8)
         value = self._values[index]
+        assert value is not None, "what was not held is asked for"
         return bytes_of_tensor(value) if isinstance(value, torch.Tensor) else bytes_of_array(value)
 
     def _encode(self, value: object, path: tuple[object, ...]) -> object:

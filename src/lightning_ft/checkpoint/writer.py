@@ -204,18 +204,18 @@ class Writer:
 
     # -- one rank's share ---------------------------------------------------------------------------------------------
 
-    def write(self, plan: Plan, state: Mapping[Any, Any]) -> Footer:
+    def write(self, plan: Plan, state: Mapping[Any, Any] | FlatState) -> Footer:
         """Write this rank's share of a state: its packs, then its footer. It is no checkpoint before `commit`.
 
         Args:
             plan: Rank 0's.
-            state: The same on all ranks.
+            state: The same on all ranks; or what `Snapshots.take` made of it.
 
         Raises:
             ValueError: The state can't be stored.
             StoreError: The storage failed; make a new plan.
         """
-        flat = FlatState(state)
+        flat = state if isinstance(state, FlatState) else FlatState(state)
         tensors = tensors_hash(flat.streams)
         parent = plan.parent if tensors == plan.parent_tensors else None
         frames: list[Frame] = []
@@ -273,7 +273,7 @@ class Writer:
             StaleWriterError: Another run has taken over; nothing was committed.
             StoreError: The storage failed. If `is_in_doubt` the checkpoint may be there, which the next plan finds out.
         """
-        assert plan is self._last, "commit the last plan"
+        assert plan == self._last, "commit the last plan"
         assert self._claim is not None
         footers = [self._read_footer(plan, rank) for rank in range(self.num_ranks)]
         manifest = self._merge(plan, footers)

@@ -47,6 +47,11 @@ def progress(doing: str) -> None:
         _ring.activity.progress(doing)
 
 
+def is_member() -> bool:
+    """Whether this process takes part: not while it waits to join, nor once it has left. True if there is no job."""
+    return _ring is None or not _ring.is_outside
+
+
 def confirm_membership(*, waits_for_coordinator: bool = True) -> None:
     """As `Ring.confirm_membership`; without a ring, there is nobody to be given up by."""
     if _ring is not None and os.getpid() == _pid:  # a fork is no member

@@ -1,0 +1,381 @@
+"""The callback that saves differential checkpoints while a fit goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import io
+import logging
+import os
+import time
+from collections import Counter
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_ft.checkpoint.chain import published_keys
+from lightning_ft.checkpoint.records import LOSSLESS, Manifest, manifest_path
+from lightning_ft.checkpoint.saver import Saver
+from lightning_ft.checkpoint.store import open_store
+from lightning_ft.checkpoint.writer import Plan, Writer
+from lightning_ft.comm.backend import is_member, progress
+from lightning_ft.config import checkpoint_interval
+from lightning_ft.ddp import FaultTolerantDDP
+from lightning_ft.elastic import random_state, set_random_state
+from lightning_ft.errors import CheckpointError, StaleWriterError, StoreError
+from lightning_ft.lightning_checkpoints import DeltaCheckpointIO
+from lightning_ft.lightning_internals import around_each_batch, draw_epoch_anew, dump_checkpoint
+
+_log = logging.getLogger("lightning_ft")
+
+_RANKS = "lightning_ft_ranks"
+"""Entry of a checkpoint: what a fit with the same number of ranks goes on with."""
+
+
+_FAREWELL_S = 30.0
+"""So long a save that was given up may take to end."""
+
+
+class DeltaCheckpoint(ModelCheckpoint):
+    """Saves the state of a fit again and again, each time only what has changed, while training goes on.
+
+    Each rank writes its part of the state; a save that loses a rank is given up, and the next one follows at the next
+    interval. A save that is due while the last one is still being written is left out and counted. Storage that fails
+    never stops training, unless `strict`: it is told once for each cause.
+
+    Resume with `trainer.fit(model, ckpt_path=dirpath)`, or `ckpt_path="last"`, which starts anew if nothing is there.
+
+    Args:
+        dirpath: Directory or URL: whatever fsspec knows. Of this run alone.
+        every_n_train_steps: Optimizer steps between two saves.
+        train_time_interval: Time between two saves.
+        every_n_epochs: Epochs between two saves. Of these three one may be given; if none is,
+            `LIGHTNING_FT_CHECKPOINT_INTERVAL` counts (`100`: steps; `30s`, `10m`, `2h`: time), else it is each epoch.
+        mode: `"lossless"`: what is restored is what was saved, bit for bit.
+        keep_last: How many checkpoints are kept, besides those that they depend on and two that depend on none.
+        base_every: Every so many saves, one does not depend on others; `"auto"`: as is reasonable.
+        monitor: Name of a logged value, by which the best `save_top_k` are also kept, as ordinary full checkpoints, in
+            `dirpath/best`.
+        monitor_mode: Whether less (`"min"`) or more (`"max"`) of it is better.
+        save_top_k: How many of these.
+        strict: Whether a save that fails raises.
+        storage_options: For the storage, as fsspec takes them: credentials, `endpoint_url`.
+
+    Attributes:
+        num_saved: Checkpoints that were committed; known on rank 0.
+        num_skipped: Saves that were left out since the one before was not done.
+        num_failed: Saves that failed.
+
+    Raises:
+        ValueError: An argument is wrong.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str],
+        *,
+        every_n_train_steps: int | None = None,
+        train_time_interval: datetime.timedelta | None = None,
+        every_n_epochs: int | None = None,
+        mode: Literal["lossless"] = "lossless",
+        keep_last: int = 3,
+        base_every: int | Literal["auto"] = "auto",
+        monitor: str | None = None,
+        monitor_mode: Literal["min", "max"] = "min",
+        save_top_k: int = 1,
+        strict: bool = False,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        if mode != LOSSLESS:
+            raise ValueError(f"mode must be {LOSSLESS!r}, got {mode!r}")
+        self.url = os.fspath(dirpath)
+        self._interval = _Interval.of(every_n_train_steps, train_time_interval, every_n_epochs)
+        self._base_every = None if base_every == "auto" else base_every
+        self._keep_last = keep_last
+        self._storage_options = storage_options or {}
+        Writer(self._open(), base_every=self._base_every, keep_last=keep_last)  # whatever is wrong is told now
+        self._strict = strict
+        self.num_saved = self.num_skipped = self.num_failed = 0
+        self._causes: Counter[str] = Counter()
+        self._trainer: Trainer | None = None
+        self._saver: Saver | None = None
+        self._last: Manifest | None = None
+        self._last_step = self._seen_step = 0
+        self._last_s = self._asked_s = time.monotonic()
+        self._asks_at = self._asked_at = 0
+        self._is_owed = False
+        self._is_fenced = False
+        self._ranks: dict[str, Any] | None = None
+        super().__init__(
+            f"{self.url.rstrip('/')}/best", monitor=monitor, mode=monitor_mode, save_top_k=save_top_k if monitor else 0
+        )
+
+    def _open(self) -> Any:
+        return open_store(self.url, **self._storage_options)
+
+    # -- when ---------------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}{{'url': {self.url!r}}}"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        best = super().state_dict() if self.monitor is not None else {}
+        return {"best": best, "last_step": self._last_step, "seen_step": self._seen_step, "asks_at": self._asks_at}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.monitor is not None and state_dict["best"]:
+            super().load_state_dict(state_dict["best"])
+        self._last_step, self._seen_step = state_dict["last_step"], state_dict["seen_step"]
+        self._asks_at = state_dict["asks_at"]
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        loader = trainer.strategy.checkpoint_io
+        if not isinstance(loader, DeltaCheckpointIO):
+            trainer.strategy.checkpoint_io = DeltaCheckpointIO(loader, **self._storage_options)
+        if self.monitor is not None:
+            super().setup(trainer, pl_module, stage)
+        if self._trainer is not trainer:
+            self._trainer = trainer
+            around_each_batch(trainer, self._before_batch, lambda: None)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_step = self._seen_step = trainer.global_step
+        self._last_s, self._asks_at = time.monotonic(), 0
+        super().on_train_start(trainer, pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, seen = trainer.global_step, self._seen_step
+        self._seen_step = step
+        if step == seen:  # in the middle of an accumulation there are gradients, which no checkpoint holds
+            return
+        interval = self._interval
+        is_due = (interval.steps and step // interval.steps > self._last_step // interval.steps) or (
+            interval.seconds and self._is_time(trainer, interval.seconds)
+        )
+        # What was left out is made up for now: when a fit has ended, its loops say that it has ended its epoch, too.
+        is_last = trainer.should_stop or 0 <= trainer.max_steps <= step
+        if is_due or (is_last and self._is_owed):
+            self._save(trainer, waits=is_last)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.monitor is not None:
+            super().on_train_epoch_end(trainer, pl_module)
+        epochs = self._interval.epochs
+        is_due = epochs and (trainer.current_epoch + 1) % epochs == 0 and trainer.global_step > self._last_step
+        is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
+        if is_due or (is_last and self._is_owed):
+            self._save(trainer, waits=is_last)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.monitor is not None:
+            super().on_validation_end(trainer, pl_module)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save what there is if all ranks stop between two batches, as SIGTERM and Ctrl-C make them; then end."""
+        is_stop = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        is_alone = trainer.world_size == 1 and isinstance(exception, Exception)
+        if trainer.state.fn == TrainerFn.FITTING and (is_stop or is_alone) and is_member():
+            if trainer.global_step > self._last_step or self._is_owed:
+                self._save(trainer, waits=True)
+            self._settle(trainer, waits=True)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._settle(trainer, waits=True)
+
+    def on_membership_change(self, *_: Any) -> None:
+        """Share the state among the ranks that there are now; called on all of them before the next batch."""
+        self._drop_saver()
+
+    def _is_time(self, trainer: Trainer, seconds: float) -> bool:
+        """Whether rank 0's clock says so. All ranks ask it at the same batches: half as far away each time."""
+        num_batches = trainer.fit_loop.epoch_loop.total_batch_idx
+        if num_batches < self._asks_at:
+            return False
+        now_s = time.monotonic()
+        left_s = seconds - (now_s - self._last_s)
+        per_batch_s = (now_s - self._asked_s) / max(1, num_batches - self._asked_at)
+        num_left = 0 if left_s <= 0 else max(1, int(left_s / 2 / max(per_batch_s, 1e-6)))
+        num_left = trainer.strategy.broadcast(num_left)
+        self._asks_at, self._asked_at, self._asked_s = num_batches + max(1, num_left), num_batches, now_s
+        if num_left == 0:
+            self._last_s = now_s
+        return num_left == 0
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def _save(self, trainer: Trainer, *, waits: bool = False) -> None:
+        """Begin to save; all ranks."""
+        known: Any = trainer
+        if known.fast_dev_run or self._is_fenced or not is_member():
+            return
+        self._last_step = trainer.global_step
+        if self._settle(trainer, waits=waits):
+            self.num_skipped += 1
+            self._is_owed = True
+            self._tell_once("skipped", f"the save at step {trainer.global_step} is left out: the last is not done yet")
+            return
+        self._is_owed = False
+        place = trainer.global_rank, trainer.world_size
+        if self._saver is not None and (self._saver.writer.rank, self._saver.writer.num_ranks) != place:
+            self._drop_saver()  # the ranks have changed in this very step
+        if self._saver is None:
+            self._saver = Saver(
+                Writer(
+                    self._open(),
+                    rank=trainer.global_rank,
+                    num_ranks=trainer.world_size,
+                    base_every=self._base_every,
+                    keep_last=self._keep_last,
+                )
+            )
+        own_plan = self._plan(trainer.global_step) if trainer.is_global_zero and not self._is_fenced else None
+        plan = trainer.strategy.broadcast(own_plan)
+        state = {**dump_checkpoint(trainer), _RANKS: self._of_ranks(trainer)}
+        if plan is not None:
+            try:
+                self._saver.start(plan, state)
+            except ValueError as error:
+                self._failed(error)
+
+    def _plan(self, step: int) -> Plan | None:
+        assert self._saver is not None
+        try:
+            return self._saver.writer.plan(step)
+        except CheckpointError as error:
+            self._failed(error)
+            return None
+
+    def _settle(self, trainer: Trainer, *, waits: bool) -> bool:
+        """Find out together how the last save stands. Returns: Whether it goes on still, and the next must wait."""
+        saver = self._saver
+        while waits and saver is not None and not saver.wait_written(1.0):
+            progress("writing a checkpoint")
+        error = None if saver is None else saver.take_error()
+        own = torch.zeros(4)
+        if saver is not None:
+            own[:] = torch.tensor([saver.is_writing, saver.is_committing, error is not None, False])
+        own[3] = isinstance(error, StaleWriterError)
+        if error is not None:
+            self._failed(error)
+        told: Tensor = trainer.strategy.reduce(own.to(trainer.strategy.root_device), reduce_op="sum")
+        is_writing, is_committing, has_failed, is_fenced = (bool(count) for count in told)
+        self._is_fenced |= is_fenced
+        if has_failed and saver is not None:
+            saver.abandon()
+        while (waits or has_failed) and saver is not None and not saver.wait(1.0):
+            progress("committing a checkpoint")
+        if saver is not None and saver.last is not None:
+            self.num_saved += saver.last is not self._last
+            self._last = saver.last
+            self.last_model_path = f"{self.url.rstrip('/')}/{manifest_path(saver.last.key)}"
+        if (late := None if saver is None else saver.take_error()) is not None:
+            self._failed(late)
+        return is_writing or (is_committing and not has_failed and not waits)
+
+    def _drop_saver(self) -> None:
+        if self._saver is not None:
+            self._saver.abandon()
+            self._saver.wait(_FAREWELL_S)
+            self._saver = None
+
+    def _failed(self, error: Exception) -> None:
+        self.num_failed += 1
+        cause = f"{error.operation} {error.reason}" if isinstance(error, StoreError) else type(error).__name__
+        self._tell_once(cause, f"a checkpoint could not be saved to {self.url}: {error}")
+        self._is_fenced |= isinstance(error, StaleWriterError)
+        if self._strict:
+            raise error
+
+    def _tell_once(self, cause: str, message: str) -> None:
+        self._causes[cause] += 1
+        if self._causes[cause] == 1:
+            _log.warning("DeltaCheckpoint: %s (told once; the counts are in num_skipped and num_failed)", message)
+
+    # -- what only as many ranks can go on with -----------------------------------------------------------------------
+
+    def _of_ranks(self, trainer: Trainer) -> dict[str, Any]:
+        """Return the states of all ranks' random generators, and the order in which gradients are added up."""
+        buffer = io.BytesIO()
+        torch.save(random_state(), buffer)
+        own = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        device = trainer.strategy.root_device
+        num_bytes = torch.tensor(float(own.numel()), device=device)
+        longest = int(trainer.strategy.reduce(num_bytes, reduce_op="max").item())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: own.numel()] = own
+        rows = trainer.strategy.all_gather(padded.to(device)).reshape(-1, longest)
+        model = trainer.strategy.model
+        buckets = model.bucket_order if isinstance(model, FaultTolerantDDP) else []
+        return {"random": [row.cpu().numpy().tobytes() for row in rows], "buckets": buckets}
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._ranks = checkpoint.get(_RANKS)
+
+    def _before_batch(self) -> None:
+        """Go on as the ranks that wrote the checkpoint, unless they were more or fewer."""
+        ranks, self._ranks = self._ranks, None
+        trainer = self._trainer
+        if ranks is None or trainer is None or len(ranks["random"]) != trainer.world_size:
+            return
+        if isinstance(trainer.strategy.model, FaultTolerantDDP):
+            trainer.strategy.model.load_bucket_order(ranks["buckets"])
+        set_random_state(torch.load(io.BytesIO(ranks["random"][trainer.global_rank]), weights_only=False))
+        draw_epoch_anew(trainer)
+
+    # -- what Lightning asks of a ModelCheckpoint ---------------------------------------------------------------------
+
+    @override
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        keys = published_keys(self._open())
+        return {f"{self.url.rstrip('/')}/{manifest_path(keys[0])}"} if keys else set()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Interval:
+    """One of the three is not 0."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    epochs: int = 0
+
+    @classmethod
+    def of(cls, steps: int | None, time_between: datetime.timedelta | None, epochs: int | None) -> _Interval:
+        seconds = None if time_between is None else time_between.total_seconds()
+        given = [
+            (name, value)
+            for name, value in (
+                ("every_n_train_steps", steps),
+                ("train_time_interval", seconds),
+                ("every_n_epochs", epochs),
+            )
+            if value is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{given[0][0]} and {given[1][0]} exclude each other")
+        for name, value in given:
+            if value <= 0:
+                raise ValueError(f"{name} must be above 0, got {value!r}")
+        if not given:
+            found = checkpoint_interval()
+            return cls(epochs=1) if found is None else cls(*found)
+        return cls(steps or 0, seconds or 0.0, epochs or 0)

@@ -1,0 +1,81 @@
+"""Loads differential checkpoints wherever Lightning loads one: `fit(ckpt_path=...)`, `validate`, `test`, `predict`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import split_protocol
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins import CheckpointIO
+from typing_extensions import override
+
+from lightning_ft.checkpoint.chain import published_keys
+from lightning_ft.checkpoint.records import MANIFESTS, Key
+from lightning_ft.checkpoint.restore import restore
+from lightning_ft.checkpoint.store import open_store
+
+
+class DeltaCheckpointIO(CheckpointIO):
+    """Loads the checkpoints of `DeltaCheckpoint`; whatever else is loaded, saved or removed, another plugin does.
+
+    `ft_ddp` and every Trainer with a `DeltaCheckpoint` have it; others are given it:
+    `Trainer(plugins=[lightning_ft.DeltaCheckpointIO()])`. A path is a differential checkpoint if it is a directory with
+    checkpoints in it (the newest intact one is meant) or one of the manifests in it (`.../manifests/<name>`).
+
+    Args:
+        other: None: Lightning's own.
+        storage_options: For the storage; see `lightning_ft.checkpoint.store.open_store`.
+    """
+
+    def __init__(self, other: CheckpointIO | None = None, **storage_options: Any) -> None:
+        self._other = TorchCheckpointIO() if other is None else other
+        self._storage_options = storage_options
+
+    @override
+    def load_checkpoint(
+        self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint; tensors of a differential one come to the host's memory, whatever `map_location` says.
+
+        Raises:
+            CheckpointError: It is a differential one that can't be loaded; the message says why.
+        """
+        found = locate(os.fspath(path), **self._storage_options)
+        if found is None:
+            loaded: dict[str, Any] = self._other.load_checkpoint(path, map_location, weights_only)
+            return loaded
+        url, key = found
+        store = open_store(url, **self._storage_options)
+        state: dict[str, Any] = restore(store, key=key, weights_only=weights_only is not False).state
+        return state
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        """As the other plugin."""
+        self._other.save_checkpoint(checkpoint, path, storage_options)
+
+    @override
+    def remove_checkpoint(self, path: _PATH) -> None:
+        """As the other plugin."""
+        self._other.remove_checkpoint(path)
+
+    @override
+    def teardown(self) -> None:
+        """As the other plugin."""
+        self._other.teardown()
+
+
+def locate(path: str, **storage_options: Any) -> tuple[str, Key | None] | None:
+    """Return the directory, and the checkpoint in it if one is named; None: it is no differential checkpoint's path."""
+    directory, _, name = path.rstrip("/").rpartition("/")
+    key = Key.parse(name)
+    if key is not None and directory.endswith(f"/{MANIFESTS}".rstrip("/")):
+        return directory.removesuffix(MANIFESTS.rstrip("/")).rstrip("/") or "/", key
+    protocol, local = split_protocol(path)
+    is_local = protocol in {None, "file", "local"}
+    if name.endswith(".ckpt") or (is_local and not (Path(local) / MANIFESTS).is_dir()):
+        return None
+    return (path, None) if is_local or published_keys(open_store(path, **storage_options)) else None

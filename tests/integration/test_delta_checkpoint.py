@@ -1,0 +1,84 @@
+"""Differential checkpoints of jobs of several ranks: saved while ranks die, and gone on from."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from lightning_ft.checkpoint import load, verify
+from lightning_ft.checkpoint.store import open_store
+from tests.integration import jobs
+from tests.integration.programs.delta_fit import NUM_SAMPLES, weights_hash
+
+MEMBERS = ("0/0", "0/1", "0/2")
+
+
+def _fit(
+    out: pathlib.Path, steps: int, *flags: str, fails: str = "", num_records: tuple[int, ...] = (0, 0, 0)
+) -> list[list[dict[str, Any]]]:
+    """Run a fit to its end. Returns: What each member wrote, after the records that were there."""
+    settings = {"LIGHTNING_FT_FAIL_AT": fails}
+    with jobs.running_script(out, ["delta_fit.py", str(steps), *flags], settings) as job:
+        assert job.finish() == 0, job.output()
+        return [job.records(member)[start:] for member, start in zip(MEMBERS, num_records, strict=True)]
+
+
+def test_a_resumed_fit_is_bitwise_the_one_that_was_not_interrupted(tmp_path: pathlib.Path) -> None:
+    """In the middle of an epoch, with every rank's random numbers; and fewer ranks train on what is left of it."""
+    whole = _fit(tmp_path / "whole", 31, "--every", "7")
+    first = _fit(tmp_path / "parts", 14, "--every", "7")
+    second = _fit(tmp_path / "parts", 31, "--every", "7", num_records=tuple(map(len, first)))
+    assert [one + two for one, two in zip(first, second, strict=True)] == whole
+    url = str(tmp_path / "parts" / "run")
+    state = load(url)
+    assert state["global_step"] == 28
+    assert all(not verdict.problems for verdict in verify(open_store(url), deep=True))
+    fewer = _fit(tmp_path / "parts", 32, "--devices", "2", num_records=tuple(map(len, whole)))
+    assert fewer[0][0]["step"] == 28
+    assert fewer[0][0]["hash"] == weights_hash(state["state_dict"])
+    of_epoch = [line for records in whole for line in records if 20 <= line["step"] < 28]
+    of_epoch += [line for records in fewer for line in records if line["step"] <= 30]
+    assert sorted(sample for line in of_epoch for sample in line["samples"]) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("fault", ["0/1=save.enter", "0/1=save.written", "0/0=save.commit"])
+def test_kill_in_a_save(tmp_path: pathlib.Path, fault: str) -> None:
+    """Who dies while it saves costs the job that save at most; what is committed is the state that all ranks had."""
+    records = _fit(tmp_path, 40, "--every", "5", "--pause", "0.05", fails=f"{fault}@3")
+    assert len(records[2]) == 40
+    store = open_store(str(tmp_path / "run"))
+    verdicts = verify(store, deep=True)
+    assert all(not verdict.problems for verdict in verdicts), verdicts
+    state = load(store)
+    assert state["global_step"] == 40
+    if fault.startswith("0/0"):
+        after = _fit(tmp_path, 41, num_records=tuple(map(len, records)))
+        assert {rank[0]["hash"] for rank in after} == {weights_hash(state["state_dict"])}
+        assert after[0][0]["step"] == 40
+
+
+def test_with_stock_ddp(tmp_path: pathlib.Path) -> None:
+    """The callback needs nothing of ft_ddp: each rank writes its part, and goes on with what was saved."""
+    program = pathlib.Path(__file__).parent / "programs" / "delta_fit.py"
+    for steps in ("12", "14"):
+        command = [
+            sys.executable,
+            str(program),
+            str(tmp_path),
+            steps,
+            "--strategy",
+            "ddp",
+            "--devices",
+            "2",
+            "--every",
+            "6",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+    records = jobs.read_lines(tmp_path / "0.jsonl")
+    assert [line["step"] for line in records] == list(range(14))
+    assert load(str(tmp_path / "run"))["global_step"] == 12
