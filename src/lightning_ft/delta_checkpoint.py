@@ -38,6 +38,8 @@ _RANKS = "lightning_ft_ranks"
 """Entry of a checkpoint: what a fit with the same number of ranks goes on with."""
 
 
+_DECISIONS = ("_last_step", "_seen_step", "_asks_at", "_is_owed", "_is_fenced")
+
 _FAREWELL_S = 30.0
 """So long a save that was given up may take to end."""
 
@@ -128,15 +130,15 @@ class DeltaCheckpoint(ModelCheckpoint):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        """Return what all ranks decide by, so that one that joins decides alike."""
         best = super().state_dict() if self.monitor is not None else {}
-        return {"best": best, "last_step": self._last_step, "seen_step": self._seen_step, "asks_at": self._asks_at}
+        return {"best": best, "decisions": {name: getattr(self, name) for name in _DECISIONS}}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.monitor is not None and state_dict["best"]:
             super().load_state_dict(state_dict["best"])
-        self._last_step, self._seen_step = state_dict["last_step"], state_dict["seen_step"]
-        self._asks_at = state_dict["asks_at"]
+        vars(self).update(state_dict["decisions"])
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -153,6 +155,7 @@ class DeltaCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_step = self._seen_step = trainer.global_step
         self._last_s, self._asks_at = time.monotonic(), 0
+        self._is_owed = self._is_fenced = False
         super().on_train_start(trainer, pl_module)
 
     @override
@@ -189,10 +192,10 @@ class DeltaCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save what there is if all ranks stop between two batches, as SIGTERM and Ctrl-C make them; then end."""
-        is_stop = isinstance(exception, KeyboardInterrupt | SIGTERMException)
-        is_alone = trainer.world_size == 1 and isinstance(exception, Exception)
-        if trainer.state.fn == TrainerFn.FITTING and (is_stop or is_alone) and is_member():
+        """Save what there is, if there is one rank, or all stop between the same two batches."""
+        stops = (SIGTERMException, KeyboardInterrupt)[: 1 + isinstance(trainer.strategy.model, FaultTolerantDDP)]
+        are_together = trainer.world_size == 1 or isinstance(exception, stops)
+        if trainer.state.fn == TrainerFn.FITTING and are_together and is_member():
             if trainer.global_step > self._last_step or self._is_owed:
                 self._save(trainer, waits=True)
             self._settle(trainer, waits=True)
@@ -247,22 +250,24 @@ class DeltaCheckpoint(ModelCheckpoint):
                     keep_last=self._keep_last,
                 )
             )
-        own_plan = self._plan(trainer.global_step) if trainer.is_global_zero and not self._is_fenced else None
-        plan = trainer.strategy.broadcast(own_plan)
+        plan, error = self._plan(trainer.global_step) if trainer.is_global_zero else (None, None)
+        plan, is_fenced = trainer.strategy.broadcast((plan, isinstance(error, StaleWriterError)))
+        self._is_fenced |= is_fenced
         state = {**dump_checkpoint(trainer), _RANKS: self._of_ranks(trainer)}
-        if plan is not None:
-            try:
-                self._saver.start(plan, state)
-            except ValueError as error:
-                self._failed(error)
+        if plan is None:
+            self._failed(error or CheckpointError(f"rank 0 could not begin to save to {self.url}"))
+            return
+        try:
+            self._saver.start(plan, state)
+        except ValueError as own_error:
+            self._failed(own_error)
 
-    def _plan(self, step: int) -> Plan | None:
+    def _plan(self, step: int) -> tuple[Plan | None, CheckpointError | None]:
         assert self._saver is not None
         try:
-            return self._saver.writer.plan(step)
+            return self._saver.writer.plan(step), None
         except CheckpointError as error:
-            self._failed(error)
-            return None
+            return None, error
 
     def _settle(self, trainer: Trainer, *, waits: bool) -> bool:
         """Find out together how the last save stands. Returns: Whether it goes on still, and the next must wait."""
@@ -274,8 +279,6 @@ class DeltaCheckpoint(ModelCheckpoint):
         if saver is not None:
             own[:] = torch.tensor([saver.is_writing, saver.is_committing, error is not None, False])
         own[3] = isinstance(error, StaleWriterError)
-        if error is not None:
-            self._failed(error)
         told: Tensor = trainer.strategy.reduce(own.to(trainer.strategy.root_device), reduce_op="sum")
         is_writing, is_committing, has_failed, is_fenced = (bool(count) for count in told)
         self._is_fenced |= is_fenced
@@ -287,8 +290,11 @@ class DeltaCheckpoint(ModelCheckpoint):
             self.num_saved += saver.last is not self._last
             self._last = saver.last
             self.last_model_path = f"{self.url.rstrip('/')}/{manifest_path(saver.last.key)}"
-        if (late := None if saver is None else saver.take_error()) is not None:
-            self._failed(late)
+        late = None if saver is None else saver.take_error()
+        if (failure := error or late) is not None:  # now that all know of it
+            self._failed(failure)
+        elif has_failed:
+            self._failed(CheckpointError(f"saving a checkpoint to {self.url} failed on another rank"))
         return is_writing or (is_committing and not has_failed and not waits)
 
     def _drop_saver(self) -> None:

@@ -112,7 +112,6 @@ BASE = torch.arange(24.0).reshape(2, 3, 4)
         torch.nn.Parameter(torch.arange(3), requires_grad=False),
         torch.randn(3, 4).to_sparse(),
     ],
-    ids=str,
 )
 def test_awkward_tensors_come_back(tensor: torch.Tensor) -> None:
     """Zero sizes, views, broadcasts, conjugates, parameters and sparse ones keep value, class and `requires_grad`."""
