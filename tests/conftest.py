@@ -23,6 +23,8 @@ LIGHT = (
     "test_collectives.py",
     "test_coordinator.py",
     "test_data.py",
+    "test_delta_checkpoint.py",
+    "test_growth.py",
     "test_kill_points.py",
     "test_launch_ways.py",
     "test_nodes.py",

@@ -231,7 +231,10 @@ class DeltaCheckpoint(ModelCheckpoint):
         if known.fast_dev_run or self._is_fenced or not is_member():
             return
         self._last_step = trainer.global_step
-        if self._settle(trainer, waits=waits):
+        may_begin = self._settle(trainer, waits=waits)
+        if may_begin is None:  # another run has taken over
+            return
+        if not may_begin:
             self.num_skipped += 1
             self._is_owed = True
             self._tell_once("skipped", f"the save at step {trainer.global_step} is left out: the last is not done yet")
@@ -269,8 +272,8 @@ class DeltaCheckpoint(ModelCheckpoint):
         except CheckpointError as error:
             return None, error
 
-    def _settle(self, trainer: Trainer, *, waits: bool) -> bool:
-        """Find out together how the last save stands. Returns: Whether it goes on still, and the next must wait."""
+    def _settle(self, trainer: Trainer, *, waits: bool) -> bool | None:
+        """Find out together how the last save stands. Returns: Whether the next may begin; None: never again."""
         saver = self._saver
         while waits and saver is not None and not saver.wait_written(1.0):
             progress("writing a checkpoint")
@@ -295,7 +298,9 @@ class DeltaCheckpoint(ModelCheckpoint):
             self._failed(failure)
         elif has_failed:
             self._failed(CheckpointError(f"saving a checkpoint to {self.url} failed on another rank"))
-        return is_writing or (is_committing and not has_failed and not waits)
+        if self._is_fenced:
+            return None
+        return not is_writing and (not is_committing or has_failed or waits)
 
     def _drop_saver(self) -> None:
         if self._saver is not None:

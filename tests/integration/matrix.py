@@ -198,7 +198,7 @@ def deal(cells: Sequence[Cell], chance: random.Random) -> list[str]:
     return [" ".join(plan) for plan in plans]
 
 
-JOBS_PER_DEAL = 4
+JOBS_PER_DEAL = 3
 
 
 def _sample(seed: int) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
-import signal
 from typing import Any
 
 import psutil
@@ -38,10 +36,10 @@ def kill_node(job: jobs.Job) -> None:
     processes = [agent, *agent.children(recursive=True)]
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            os.kill(process.pid, signal.SIGSTOP)
+            process.suspend()
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
 
 
 def check(nodes: list[jobs.Job], lost: set[str]) -> None:

@@ -73,8 +73,9 @@ class FlatState:
         """Tensors and arrays in the order of the tree, then the tree, then the pickles."""
         return tuple(self._streams)
 
-    def data(self, index: int, start: int, end: int) -> Bytes:
-        """Return some of a stream's bytes, a view where the memory allows it."""
+    def data(self, index: int, start: int = 0, end: int | None = None) -> Bytes:
+        """Return a stream's bytes, or some of them; a view where the memory allows it."""
+        end = self._streams[index].num_bytes if end is None else end
         if index in self._held:
             held, first = self._held[index]
             return held[start - first : end - first]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -281,6 +282,7 @@ def test_random_flips_in_a_larger_checkpoint(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.skipif("EVERY_BYTE" not in os.environ, reason="set EVERY_BYTE for so many: a minute")
 def test_ten_thousand_random_flips(caplog: pytest.LogCaptureFixture) -> None:
     """All are found."""
     caplog.set_level(logging.ERROR)
