@@ -28,9 +28,9 @@ def _fit(
 
 def test_a_resumed_fit_is_bitwise_the_one_that_was_not_interrupted(tmp_path: pathlib.Path) -> None:
     """In the middle of an epoch, with every rank's random numbers; and fewer ranks train on what is left of it."""
-    whole = _fit(tmp_path / "whole", 31, "--every", "7")
-    first = _fit(tmp_path / "parts", 14, "--every", "7")
-    second = _fit(tmp_path / "parts", 31, "--every", "7", num_records=tuple(map(len, first)))
+    whole = _fit(tmp_path / "whole", 31, "--wait", "--every", "7")
+    first = _fit(tmp_path / "parts", 14, "--wait", "--every", "7")
+    second = _fit(tmp_path / "parts", 31, "--wait", "--every", "7", num_records=tuple(map(len, first)))
     assert [one + two for one, two in zip(first, second, strict=True)] == whole
     url = str(tmp_path / "parts" / "run")
     state = load(url)

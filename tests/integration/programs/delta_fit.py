@@ -1,9 +1,9 @@
 """A fit that saves differential checkpoints, and goes on from the last one.
 
-    delta_fit.py OUT STEPS [--devices N] [--strategy ft_ddp|ddp] [--every N] [--pause S]
+    delta_fit.py OUT STEPS [--devices N] [--strategy ft_ddp|ddp] [--every N] [--pause S] [--wait]
 
 Each rank appends a JSON line per batch to OUT/<rank's member or number>.jsonl: the step, the samples, and the weights'
-hash before it. The checkpoints are in OUT/run.
+hash before it. The checkpoints are in OUT/run. With --wait no save is left out: each batch waits for the last one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ft
@@ -61,6 +62,18 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Patience(Callback):
+    """Waits for a save before the next batch."""
+
+    def __init__(self, saves: lightning_ft.DeltaCheckpoint) -> None:
+        self.saves = saves
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Wait."""
+        if self.saves._saver is not None:
+            self.saves._saver.wait()
+
+
 def main() -> None:
     """Fit."""
     parser = argparse.ArgumentParser()
@@ -70,6 +83,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="ft_ddp")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step")
+    parser.add_argument("--wait", action="store_true")
     arguments = parser.parse_args()
     L.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(NUM_SAMPLES, 8), torch.arange(NUM_SAMPLES))
@@ -81,7 +95,7 @@ def main() -> None:
         max_steps=arguments.steps,
         max_epochs=-1,
         logger=False,
-        callbacks=[saves],
+        callbacks=[saves, *([Patience(saves)] if arguments.wait else [])],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
