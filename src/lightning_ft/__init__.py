@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ft.config import Settings
 from lightning_ft.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
     CoordinatorLostError,
     EvictedError,
     FaultToleranceError,
@@ -19,6 +22,9 @@ from lightning_ft.errors import (
     ProtocolViolationError,
     QuorumLostError,
     RepeatedFailureError,
+    StaleWriterError,
+    StoreError,
+    UnsupportedCheckpointError,
 )
 from lightning_ft.registration import register_when_imported
 
@@ -35,6 +41,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
     "CoordinatorLostError",
     "DeltaCheckpoint",
     "DeltaCheckpointIO",
@@ -51,7 +60,10 @@ __all__ = [
     "QuorumLostError",
     "RepeatedFailureError",
     "Settings",
+    "StaleWriterError",
     "StepCommit",
+    "StoreError",
+    "UnsupportedCheckpointError",
     "ft_ddp",
     "progress",
 ]

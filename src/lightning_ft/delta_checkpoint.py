@@ -287,7 +287,8 @@ class DeltaCheckpoint(ModelCheckpoint):
         self._is_fenced |= is_fenced
         if has_failed and saver is not None:
             saver.abandon()
-        while (waits or has_failed) and saver is not None and not saver.wait(1.0):
+        # After a failure there is nothing left to commit; but what this rank itself still writes is not waited for.
+        while saver is not None and (waits or (has_failed and saver.is_committing)) and not saver.wait(1.0):
             progress("committing a checkpoint")
         if saver is not None and saver.last is not None:
             self.num_saved += saver.last is not self._last

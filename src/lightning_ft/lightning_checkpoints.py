@@ -71,9 +71,10 @@ class DeltaCheckpointIO(CheckpointIO):
 def locate(path: str, **storage_options: Any) -> tuple[str, Key | None] | None:
     """Return the directory, and the checkpoint in it if one is named; None: it is no differential checkpoint's path."""
     directory, _, name = path.rstrip("/").rpartition("/")
+    root, slash, folder = directory.rpartition("/")
     key = Key.parse(name)
-    if key is not None and directory.endswith(f"/{MANIFESTS}".rstrip("/")):
-        return directory.removesuffix(MANIFESTS.rstrip("/")).rstrip("/") or "/", key
+    if key is not None and f"{folder}/" == MANIFESTS:
+        return root or slash or ".", key
     protocol, local = split_protocol(path)
     is_local = protocol in {None, "file", "local"}
     if name.endswith(".ckpt") or (is_local and not (Path(local) / MANIFESTS).is_dir()):

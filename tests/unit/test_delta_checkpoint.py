@@ -241,6 +241,8 @@ def test_a_path_is_told_from_that_of_an_ordinary_checkpoint(tmp_path: pathlib.Pa
     (key,) = published_keys(open_store(str(tmp_path / "run")))
     assert locate(str(tmp_path / "run")) == (str(tmp_path / "run"), None)
     assert locate(f"{tmp_path}/run/manifests/{key}") == (f"{tmp_path}/run", key)
+    assert locate(f"manifests/{key}") == (".", key)
+    assert locate(f"s3://bucket/run/manifests/{key}") == ("s3://bucket/run", key)
     assert locate(str(tmp_path)) is None
     assert locate(str(tmp_path / "model.ckpt")) is None
     assert locate("memory://nothing/here") is None

@@ -15,6 +15,9 @@ import lightning_ft
 def test_the_public_names_are_these() -> None:
     """A name that comes or goes is a decision."""
     assert lightning_ft.__all__ == [
+        "CheckpointDamagedError",
+        "CheckpointError",
+        "CheckpointNotFoundError",
         "CoordinatorLostError",
         "DeltaCheckpoint",
         "DeltaCheckpointIO",
@@ -31,7 +34,10 @@ def test_the_public_names_are_these() -> None:
         "QuorumLostError",
         "RepeatedFailureError",
         "Settings",
+        "StaleWriterError",
         "StepCommit",
+        "StoreError",
+        "UnsupportedCheckpointError",
         "ft_ddp",
         "progress",
     ]

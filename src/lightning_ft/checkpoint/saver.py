@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -12,10 +11,8 @@ from lightning_ft.checkpoint.records import Manifest
 from lightning_ft.checkpoint.snapshots import Snapshots
 from lightning_ft.checkpoint.tree import FlatState
 from lightning_ft.checkpoint.writer import Plan, Writer
-from lightning_ft.errors import CheckpointError, StoreError
+from lightning_ft.errors import CheckpointError
 from lightning_ft.faultpoints import reach
-
-_log = logging.getLogger(__name__)
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 2.0
 """How long rank 0 waits before it looks again whether the others have finished; longer each time."""
@@ -131,9 +128,5 @@ class Saver:
             self._is_abandoned.wait(pause_s)
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
         reach("save.commit")
-        self.last = self.writer.commit(plan)
+        self.last = self.writer.conclude(plan)
         reach("save.committed")
-        try:
-            self.writer.retain()
-        except StoreError as error:
-            _log.warning("Checkpoint %s is saved, but older ones could not be deleted: %s", plan.key, error)

@@ -159,12 +159,7 @@ class Writer:
             raise ValueError(f"save is for one rank, there are {self.num_ranks}: use plan, write and commit")
         plan = self.plan(step)
         self.write(plan, state)
-        manifest = self.commit(plan)
-        try:
-            self.retain()
-        except StoreError as error:
-            _log.warning("The checkpoint %s is saved, but older ones could not be deleted: %s", manifest.key, error)
-        return manifest
+        return self.conclude(plan)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
@@ -285,6 +280,19 @@ class Writer:
                 self._doubtful = manifest, data
             raise
         self._record(manifest, data)
+        return manifest
+
+    def conclude(self, plan: Plan) -> Manifest:
+        """Commit a checkpoint, and delete what `keep_last` does not keep; if that fails it is only told.
+
+        Raises:
+            CheckpointError, StaleWriterError, StoreError: As `commit`.
+        """
+        manifest = self.commit(plan)
+        try:
+            self.retain()
+        except CheckpointError as error:  # if another run has taken over, the next commit raises it
+            _log.warning("The checkpoint %s is saved, but older ones could not be deleted: %s", manifest.key, error)
         return manifest
 
     def _resolve_doubt(self) -> None:

@@ -141,7 +141,7 @@ def rewritten(offset: int, new: bytes) -> bytes:
     [
         (b"short", CheckpointDamagedError, "instead of 112"),
         (b"\0" * 112, CheckpointDamagedError, "crc32c"),
-        (rewritten(0, b"XXXX"), CheckpointDamagedError, "begins with"),
+        (rewritten(0, b"none"), CheckpointDamagedError, "begins with"),
         (rewritten(4, b"\2\0"), UnsupportedCheckpointError, "version 2"),
         (rewritten(28, b"a b"), CheckpointDamagedError, "not a name"),
         (rewritten(52, b"\0" * 20), CheckpointDamagedError, "not a name"),

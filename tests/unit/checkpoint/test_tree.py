@@ -127,6 +127,7 @@ def test_order_of_elements_in_memory_is_kept_where_it_is_dense() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch uses it to read quantized tensors
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # told once in a process
 def test_what_is_not_plain_goes_through_torch_save() -> None:
     """Sparse and quantized tensors, sets and other objects are blocks, read by torch's own restricted reader."""
     quantized = torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)
