@@ -22,6 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --qui
 help:
 	@sed -n 's/^#  \{0,1\}//p' Makefile | head -8
 
+# setuptools: a new environment's own may be too old to build what comes as source alone (antlr4, for Hydra).
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -32,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    } || { echo "Install python3.11 with its venv module (Debian: apt-get install python3.11-venv)." >&2; exit 1; }; \
 	    echo "$(PYTHON) -m venv $(VENV)"; $(PYTHON) -m venv $(VENV); \
 	}
-	$(PIP) hatchling editables
+	$(PIP) hatchling editables setuptools
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
