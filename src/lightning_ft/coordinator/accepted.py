@@ -82,6 +82,18 @@ class Connection:
             cut(self.websocket)
 
 
+def check_token(request: web.Request, token: str) -> None:
+    """Make sure that a request comes from somebody who knows the job's secret.
+
+    Raises:
+        web.HTTPException: The token is not the job's (401).
+    """
+    given = request.headers.get(TOKEN_HEADER, "").encode(errors="surrogateescape")
+    if not hmac.compare_digest(given, bearer(token).encode()):
+        logger.warning("refused %s from %s: the token is not this job's", request.path, request.remote)
+        raise web.HTTPUnauthorized(text="the token is not this job's")
+
+
 async def accept(request: web.Request, token: str, timeout_s: float) -> Connection:
     """Upgrade a request of a process that belongs to the job.
 
@@ -93,11 +105,8 @@ async def accept(request: web.Request, token: str, timeout_s: float) -> Connecti
     Raises:
         web.HTTPException: The token is not the job's (401), or the protocol version is another (426).
     """
+    check_token(request, token)
     peer = f"{request.path} from {request.remote}"
-    given = request.headers.get(TOKEN_HEADER, "").encode(errors="surrogateescape")
-    if not hmac.compare_digest(given, bearer(token).encode()):
-        logger.warning("refused %s: the token is not this job's", peer)
-        raise web.HTTPUnauthorized(text="the token is not this job's")
     version = request.headers.get(VERSION_HEADER, "")
     if version != str(wire.PROTOCOL_VERSION):
         reason = f"expected protocol version {wire.PROTOCOL_VERSION}, got {version[:20]!r}"

@@ -28,6 +28,7 @@ from lightning_ft.coordinator.memory import Memory
 from lightning_ft.coordinator.nodes import Nodes
 from lightning_ft.coordinator.probe import wait_until_refused
 from lightning_ft.coordinator.replicas import Replicas
+from lightning_ft.coordinator.status_view import STATUS_PATH, StatusView
 from lightning_ft.event_log import DEFAULT_NAME, EventLog, exception_of
 from lightning_ft.faultpoints import reach
 from lightning_ft.membership import effects, events, machine, snapshot, state, wire
@@ -154,6 +155,7 @@ class CoordinatorServer:
             MEMBER_PATH: self._serve_member,
             AGENT_PATH: self._serve_agent,
             GATHERING_PATH: self._serve_arrival,
+            STATUS_PATH: StatusView(self._token, lambda: self._state, self._clock).serve,
         }
         application.add_routes([web.get(path, handler) for path, handler in routes.items()])
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=CLOSING_TIME_S)
