@@ -1,16 +1,20 @@
 """The settings of a job: resolved once, checked once, frozen.
 
-Order of precedence for each: argument, `LIGHTNING_FT_<NAME>`, alias, default.
+Order of precedence for each: argument, `LIGHTNING_FT_<NAME>`, alias, default. Where a variable and its alias say
+different things, that is told, once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
+
+logger = logging.getLogger("lightning_ft")
 
 ENV_PREFIX = "LIGHTNING_FT_"
 
@@ -25,11 +29,15 @@ PAD, EXACT = UNEVEN = "pad", "exact"
 
 _LONGEST = 1800.0
 
-_ALIASES = {
+ALIASES = {
     "enable": "HCCL_FT_ENABLE",
+    "checkpoint_interval": "HCCL_FT_CHECKPOINT_INTERVAL",
     "max_failures": "HCCL_FT_MAX_FAILURES",
 }
 """Names that operators of other stacks have in their job files."""
+
+_told: set[str] = set()
+"""Of which aliases it was told that they are not heeded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +112,10 @@ class Settings:
         _check_one_of("on_resize", self.on_resize, ON_RESIZE)
         _check_one_of("uneven", self.uneven, UNEVEN)
         if self.coordinator is not None:
-            parse_endpoint(self.coordinator)
+            try:
+                parse_endpoint(self.coordinator)
+            except ValueError as error:
+                raise ValueError(f"coordinator: {error}") from None
         if self.process_group_backend not in (None, "gloo"):
             raise ValueError(f"process_group_backend must be 'gloo' or None, got {self.process_group_backend!r}")
 
@@ -123,22 +134,29 @@ class Settings:
         """Combine arguments (None: not given), environment, aliases and defaults.
 
         Raises:
-            ValueError: As the constructor; a variable that can't be read is named with its value.
+            ValueError: As the constructor; a variable that can't be read, or may not have its value, is named with it.
         """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
         for field in dataclasses.fields(cls):
             if arguments.get(field.name) is not None:
                 values[field.name] = arguments.pop(field.name)
                 continue
             arguments.pop(field.name, None)
-            for variable in (f"{ENV_PREFIX}{field.name.upper()}", _ALIASES.get(field.name)):
-                if variable is not None and environ.get(variable, "") != "":
-                    values[field.name] = _read(variable, environ[variable], _READERS[field.name])
-                    break
+            found = _look_up(field.name, environ, _READERS[field.name])
+            if found is not None:
+                variable, values[field.name] = found
+                sources[field.name] = f"{variable}={environ[variable]!r}"
         if arguments:
             raise ValueError(f"unknown setting {min(arguments)!r}; known are {sorted(_READERS)}")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ValueError as error:
+            named = [source for name, source in sources.items() if re.search(rf"\b{name}\b", str(error))]
+            if not named:
+                raise
+            raise ValueError(f"{error} (the environment has {', '.join(named)})") from None
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -158,22 +176,15 @@ def is_joining(environ: Mapping[str, str]) -> bool:
 
 
 def checkpoint_interval(environ: Mapping[str, str] | None = None) -> tuple[int, float] | None:
-    """Read `LIGHTNING_FT_CHECKPOINT_INTERVAL`: optimizer steps (`100`), or a time (`30s`, `10m`, `2h`).
+    """Read `LIGHTNING_FT_CHECKPOINT_INTERVAL` or its alias: optimizer steps (`100`), or a time (`30s`, `10m`, `2h`).
 
     Returns: Steps and seconds, of which one is 0; None if it is not set.
 
     Raises:
         ValueError: It is neither.
     """
-    variable = f"{ENV_PREFIX}CHECKPOINT_INTERVAL"
-    text = (os.environ if environ is None else environ).get(variable, "")
-    if not text:
-        return None
-    found = re.fullmatch(r"([0-9]+)([smh]?)", text)
-    if not found or not int(found[1]):
-        raise ValueError(f"environment variable {variable} must be like 100, 30s, 10m or 2h, got {text!r}")
-    number, unit = int(found[1]), found[2]
-    return (0, number * {"s": 1.0, "m": 60.0, "h": 3600.0}[unit]) if unit else (number, 0.0)
+    found = _look_up("checkpoint_interval", os.environ if environ is None else environ, _interval)
+    return None if found is None else found[1]
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
@@ -195,6 +206,42 @@ def parse_timeout(text: str) -> float | str:
         ValueError: It is neither.
     """
     return text if text == AUTO else float(text)
+
+
+def _look_up(name: str, environ: Mapping[str, str], reader: Callable[[str], Any]) -> tuple[str, Any] | None:
+    """Return the variable that a setting is read from, and its value; None if neither it nor its alias is set."""
+    names = (f"{ENV_PREFIX}{name.upper()}", ALIASES.get(name, ""))
+    first, *others = [variable for variable in names if environ.get(variable, "") != ""] or [""]
+    if not first:
+        return None
+    value = _read(first, environ[first], reader)
+    for other in others:
+        if not _says(value, environ[other], reader):
+            _tell_once(f"{first}={environ[first]!r}", f"{other}={environ[other]!r}", environ)
+    return first, value
+
+
+def _says(value: object, text: str, reader: Callable[[str], Any]) -> bool:
+    """Whether a variable that does not count says the same; it may be wrong."""
+    try:
+        return bool(reader(text) == value)
+    except ValueError:
+        return False
+
+
+def _tell_once(used: str, ignored: str, environ: Mapping[str, str]) -> None:
+    """The agent tells it: what it has decided it hands to its children in the variable, beside the alias."""
+    if f"{ENV_PREFIX}MEMBER" not in environ and ignored not in _told:
+        _told.add(ignored)
+        logger.warning("the environment has both %s and %s: the first goes before the second", used, ignored)
+
+
+def _interval(text: str) -> tuple[int, float]:
+    found = re.fullmatch(r"([0-9]+)([smh]?)", text)
+    if not found or not int(found[1]):
+        raise ValueError("expected a number of steps, or a time, like 100, 30s, 10m or 2h")
+    number, unit = int(found[1]), found[2]
+    return (0, number * {"s": 1.0, "m": 60.0, "h": 3600.0}[unit]) if unit else (number, 0.0)
 
 
 def _read(variable: str, text: str, reader: Callable[[str], Any]) -> Any:

@@ -9,7 +9,7 @@ import re
 import pytest
 
 import lightning_ft.config
-from lightning_ft.config import Settings, parse_endpoint, unknown_variables
+from lightning_ft.config import ALIASES, Settings, checkpoint_interval, parse_endpoint, unknown_variables
 
 
 def test_precedence_argument_variable_alias_default() -> None:
@@ -19,6 +19,70 @@ def test_precedence_argument_variable_alias_default() -> None:
     assert Settings.resolve(environ).max_failures == 3
     assert Settings.resolve({"HCCL_FT_MAX_FAILURES": "5"}).max_failures == 5
     assert Settings.resolve({}).max_failures is None
+
+
+READ_AS = {"enable": ("0", False), "max_failures": ("5", 5), "checkpoint_interval": ("30s", (0, 30.0))}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_each_alias_is_read_where_its_variable_is_not_set(name: str) -> None:
+    """An empty variable counts as not set."""
+    text, value = READ_AS[name]
+    environ = {ALIASES[name]: text, f"LIGHTNING_FT_{name.upper()}": ""}
+    if name == "checkpoint_interval":
+        assert checkpoint_interval(environ) == value
+    else:
+        assert Settings.resolve(environ) == dataclasses.replace(Settings(), **{name: value})
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_variable_goes_before_its_alias_which_is_told_once(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If both say the same there is nothing to tell; nor to a child, whose agent has told it. No alias is an error then."""
+    monkeypatch.setattr("lightning_ft.config._told", set())
+    read = checkpoint_interval if name == "checkpoint_interval" else lambda environ: getattr(resolve(environ), name)
+    resolve = Settings.resolve
+    text, value = READ_AS[name]
+    variable, alias = f"LIGHTNING_FT_{name.upper()}", ALIASES[name]
+    assert read({variable: text, alias: text}) == value
+    assert read({variable: text, alias: "1", "LIGHTNING_FT_MEMBER": "0/0"}) == value
+    assert not caplog.records
+    for other in ("1", "nonsense"):
+        caplog.clear()
+        assert [read({variable: text, alias: other}) for _ in range(3)] == [value] * 3
+        assert [record.getMessage() for record in caplog.records] == [
+            f"the environment has both {variable}={text!r} and {alias}={other!r}: the first goes before the second"
+        ]
+
+
+def test_an_argument_silences_the_environment() -> None:
+    """What is not used can't be wrong."""
+    assert Settings.resolve({"LIGHTNING_FT_MAX_FAILURES": "many"}, max_failures=1).max_failures == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"HCCL_FT_MAX_FAILURES": "-1"}, "at least 0.* has HCCL_FT_MAX_FAILURES='-1'"),
+        ({"LIGHTNING_FT_MIN_WORLD_SIZE": "0"}, "at least 1.* has LIGHTNING_FT_MIN_WORLD_SIZE='0'"),
+        (
+            {"LIGHTNING_FT_HEARTBEAT_TIMEOUT": "0.5", "LIGHTNING_FT_SPARES": "1"},
+            r"must hold.* has LIGHTNING_FT_HEARTBEAT_TIMEOUT='0.5'\)",
+        ),
+        ({"LIGHTNING_FT_COORDINATOR": "here"}, "expected host:port.* has LIGHTNING_FT_COORDINATOR='here'"),
+    ],
+)
+def test_a_variable_with_a_value_that_is_not_allowed_is_named(environ: dict[str, str], told: str) -> None:
+    """It can be read, but the setting has a rule: the variable, and no other, is in the message."""
+    with pytest.raises(ValueError, match=told):
+        Settings.resolve(environ)
+
+
+def test_a_rule_that_an_argument_breaks_names_no_variable() -> None:
+    """The environment is not to blame."""
+    with pytest.raises(ValueError, match=r"min_world_size must be at least 1, got 0$"):
+        Settings.resolve({"LIGHTNING_FT_SPARES": "1"}, min_world_size=0)
 
 
 VALUES = {
@@ -63,12 +127,15 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("LIGHTNING_FT_MIN_WORLD_SIZE", "1.5"),
         ("LIGHTNING_FT_ENABLE", "maybe"),
         ("HCCL_FT_ENABLE", "2"),
+        ("HCCL_FT_MAX_FAILURES", "few"),
+        ("LIGHTNING_FT_CHECKPOINT_INTERVAL", "0"),
+        ("HCCL_FT_CHECKPOINT_INTERVAL", "often"),
     ],
 )
 def test_a_variable_that_cannot_be_read_is_named(variable: str, value: str) -> None:
     """The error tells the variable and its value."""
     with pytest.raises(ValueError, match=f"{variable}='{value}'"):
-        Settings.resolve({variable: value})
+        checkpoint_interval({variable: value}) if "INTERVAL" in variable else Settings.resolve({variable: value})
 
 
 @pytest.mark.parametrize(
