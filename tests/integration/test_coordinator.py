@@ -23,7 +23,7 @@ import aiohttp
 import pytest
 
 from lightning_ft.config import Settings
-from lightning_ft.coordinator import server as server_module
+from lightning_ft.coordinator import decisions as decisions_module
 from lightning_ft.coordinator.channel import AGENT_PATH, MEMBER_PATH, VERSION_HEADER
 from lightning_ft.coordinator.client import MembershipClient, NextView
 from lightning_ft.coordinator.server import CoordinatorServer
@@ -198,7 +198,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[events.Event]:
 
     spy = Spy()
     spy.step = step  # type: ignore[attr-defined]
-    monkeypatch.setattr(server_module, "machine", spy)
+    monkeypatch.setattr(decisions_module, "machine", spy)
     return found
 
 
@@ -310,7 +310,7 @@ def test_leaver_is_announced_and_released(stage: Stage) -> None:
         assert leaving.result(DEADLINE_S) is None
     assert client.is_released
     assert other.is_released
-    assert coordinator.server._ending.released == {("0/0", 1), ("0/1", 1)}
+    assert coordinator.server._decisions.ending.released == {("0/0", 1), ("0/1", 1)}
     assert not coordinator.server.is_failed
 
 

@@ -6,9 +6,11 @@ import asyncio
 import enum
 import errno
 import socket
+from collections.abc import Callable
 from contextlib import closing
 
-from lightning_ft.membership.events import Address
+from lightning_ft.membership.effects import Probe
+from lightning_ft.membership.events import Address, ProbeRefused
 
 _NO_WAY_THERE = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENETUNREACH})
 """The address family is not in use between here and there: says nothing about the process."""
@@ -22,6 +24,51 @@ class Verdict(enum.Enum):
     REFUSED = "a live host refused: the process does not run"
     OPEN = "something listens: the process may run, or be just about to end"
     SILENT = "no answer: nothing is known"
+
+
+class Probes:
+    """The processes that are being looked after, each by its logical id and incarnation.
+
+    Args:
+        pause_s: As of `wait_until_refused`.
+        on_refused: Told which process is proven not to run.
+
+    Threads: the event loop's.
+    """
+
+    def __init__(self, pause_s: float, on_refused: Callable[[ProbeRefused], None]) -> None:
+        self._pause_s = pause_s
+        self._on_refused = on_refused
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+
+    def start(self, probe: Probe) -> None:
+        """Look after a process, unless that is being done."""
+        identity = (probe.member, probe.incarnation)
+        if identity not in self._tasks:
+            self._tasks[identity] = asyncio.get_running_loop().create_task(self._run(probe))
+
+    def end(self, identity: tuple[str, int]) -> None:
+        """Look after a process no longer."""
+        task = self._tasks.pop(identity, None)
+        if task is not None:
+            task.cancel()
+
+    def end_all(self) -> None:
+        """Look after nobody any longer."""
+        for identity in list(self._tasks):
+            self.end(identity)
+
+    async def stop(self) -> None:
+        """End all, and wait until they have ended."""
+        tasks = list(self._tasks.values())
+        self.end_all()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, probe: Probe) -> None:
+        identity = (probe.member, probe.incarnation)
+        await wait_until_refused(probe.address, self._pause_s)
+        self._tasks.pop(identity, None)
+        self._on_refused(ProbeRefused(*identity))
 
 
 async def wait_until_refused(address: Address, pause_s: float) -> None:

@@ -9,8 +9,6 @@ Everything happens on one event loop, one event at a time. No peer is ever waite
 from __future__ import annotations
 
 import asyncio
-import collections
-import dataclasses
 import logging
 import socket
 import time
@@ -22,31 +20,25 @@ from aiohttp import web
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.accepted import CLOSING_TIME_S, Connection, RefusedError, accept
 from lightning_ft.coordinator.channel import AGENT_PATH, GATHERING_PATH, MEMBER_PATH
-from lightning_ft.coordinator.ending import Ending, Identity
+from lightning_ft.coordinator.decisions import Decisions
+from lightning_ft.coordinator.ending import Identity
 from lightning_ft.coordinator.enlisting import beginning, who_is_there
 from lightning_ft.coordinator.memory import Memory
 from lightning_ft.coordinator.nodes import Nodes
-from lightning_ft.coordinator.probe import wait_until_refused
-from lightning_ft.coordinator.replicas import Replicas
+from lightning_ft.coordinator.probe import Probes
 from lightning_ft.coordinator.status_view import STATUS_PATH, StatusView
 from lightning_ft.event_log import DEFAULT_NAME, EventLog, exception_of
 from lightning_ft.faultpoints import reach
-from lightning_ft.membership import effects, events, machine, snapshot, state, wire
+from lightning_ft.membership import effects, events, state, wire
 from lightning_ft.membership.ids import in_order
-from lightning_ft.membership.replication import Ledger, node_of
-from lightning_ft.membership.transitions import ALL_LEFT
+from lightning_ft.membership.replication import node_of
 
 logger = logging.getLogger("lightning_ft")
-
-START_TIMEOUT_S = 600.0
-"""A member may take at least this long from the start of its process to its first sign of life."""
 
 _TICKS = 12
 """Deadlines are judged at least so often in a `heartbeat_timeout`: silence is noticed a twelfth of it late at most."""
 
 _WORD_EVERY_S = 30.0
-
-_FROM_ITSELF = (events.Hello, events.Parked, events.Leaving, events.Ready, events.Described, events.Heartbeat)
 
 
 class CoordinatorServer:
@@ -86,67 +78,50 @@ class CoordinatorServer:
         self._token = token
         self._event_log = event_log
         self._clock = clock
-        self._memory = memory
         self._home = None if replica is None else node_of(replica)
         self._expected = tuple(expected_members)
-        self._enlisted: dict[str, int] = {}
         self.is_deposed = False
         self.status: int | None = None
-        self._outgoing: collections.deque[_Outgoing] = collections.deque()
-        start_timeout_s = max(settings.longest_timeout, START_TIMEOUT_S)
-        saved = None if memory is None else memory.load()
+        self._decisions = Decisions(
+            settings, expected_members, event_log, memory=memory, replica=replica or 0, term=term, clock=clock
+        )
+        self._replicas = self._decisions.replicas
         self._not_over_before_s = clock()
-        self._next_word_s = clock() + _WORD_EVERY_S
-        home = replica or 0
-        self._replicas = Replicas(_ledger(saved, term, home), home, settings.heartbeat_timeout, clock)
-        if memory is not None and saved is not None:
-            self._state = snapshot.load(saved["core"], clock(), settings.longest_timeout, start_timeout_s)
-            self._ending = Ending((member, incarnation) for member, incarnation in saved["released"])
-            self._enlisted.update(saved["enlisted"])
-            for item in memory.items():
-                self._ending.note(events.Exited(*item))
+        if self._decisions.is_resumed:
             self._not_over_before_s += settings.heartbeat_timeout  # members and agents may not be back before
-            if saved["event_log"] is not None:
-                event_log.open(saved["event_log"])
-            event_log.resume(saved["lines"])
-            self.record("coordinator_restarted")
-        else:
-            self._state = state.initial(expected_members, clock(), start_timeout_s)
-            self._ending = Ending()
-            shown = {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
-            self.record("job_started", members=list(self._state.view.members), settings=shown)
+        self._next_word_s = clock() + _WORD_EVERY_S
         self._standbys: dict[int, str] = {}
         self._members: dict[Identity, Connection] = {}
         self._agents: dict[int, Connection] = {}
         self._done: set[int] = set()
         self._nodes = Nodes(settings.heartbeat_timeout)
         self._kills: dict[Identity, effects.Kill] = {}
-        self._probes: dict[Identity, asyncio.Task[None]] = {}
+        self._probes = Probes(self._pause_s, self._decisions.apply)
         self._refusals: dict[str, str] = {}
         self._runner: web.AppRunner | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._is_closing = False
         self.ended = asyncio.Event()
-        self._decided = self._save()  # the last coordinator may have kept it here alone
-        again = [(kill, kill.incarnation) for kill in snapshot.pending_kills(self._state)]
-        is_stop = self._state.phase is state.Phase.STOPPED
-        self._outgoing.append(_Outgoing(self._decided, [], again, events.Tick(), is_stop))
-        self._carry_out()
+        self._decisions.begin(self._execute, self._stopped)
 
     @property
     def generation(self) -> int:
         """The current generation."""
-        return self._state.view.generation
+        return self._decisions.generation
 
     @property
     def is_failed(self) -> bool:
         """Whether the core gave the job up."""
-        return self._state.phase is state.Phase.STOPPED and self._state.reason != ALL_LEFT
+        return self._decisions.is_failed
 
     @property
     def members(self) -> tuple[str, ...]:
         """The current view's members, in order."""
         return tuple(self._state.view.members)
+
+    @property
+    def _state(self) -> state.State:
+        return self._decisions.state
 
     async def start(self, listener: socket.socket) -> None:
         """Accept connections on a listening socket, and start to tick."""
@@ -166,10 +141,10 @@ class CoordinatorServer:
     async def stop(self) -> None:
         """Deliver what was said, close all connections, stop listening. Members keep training."""
         self._is_closing = True
-        tasks = [task for task in (self._ticker, *self._probes.values()) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        await self._probes.stop()
         connections = [*self._members.values(), *self._agents.values()]
         await asyncio.gather(*(connection.say_goodbye() for connection in connections))
         if self._runner is not None:
@@ -179,7 +154,7 @@ class CoordinatorServer:
         """Declare the job over, whoever is still there."""
         if not self.ended.is_set():
             members = self._members_by_node().values()
-            status = self._ending.status({identity for of_node in members for identity in of_node})
+            status = self._decisions.ending.status({identity for of_node in members for identity in of_node})
             self.record("job_finished", status=status)
             self.status = status
             for agent in self._agents.values():
@@ -188,15 +163,21 @@ class CoordinatorServer:
 
     def _end_if_over(self) -> None:
         """The job is over when no member is connected and every agent has said that its processes have ended."""
-        is_settled = self._state.phase is state.Phase.STOPPED or self._clock() >= self._not_over_before_s
+        is_settled = self._decisions.is_stopped or self._clock() >= self._not_over_before_s
         # Without an agent of its own nobody has to hear of it: the agents end when their processes have ended.
-        is_told = self._state.phase is state.Phase.STOPPED if self._home is None else self._home in self._agents
-        if is_settled and is_told and not self._outgoing and not self._members and set(self._agents) <= self._done:
+        is_told = self._decisions.is_stopped if self._home is None else self._home in self._agents
+        if (
+            is_settled
+            and is_told
+            and self._decisions.are_done
+            and not self._members
+            and set(self._agents) <= self._done
+        ):
             self.end()
 
     def record(self, event: str, member: str | None = None, **fields: Any) -> None:
         """Append a line about the current generation to the event log."""
-        self._event_log.write(event, generation=self.generation, member=member, **fields)
+        self._decisions.record(event, member, **fields)
 
     # Accepting.
 
@@ -207,7 +188,7 @@ class CoordinatorServer:
             hello = await self._first(connection, (events.Hello, events.Ready))
             identity = (hello.member, hello.incarnation)
             self._attach_member(connection, identity)
-            self._apply(hello)
+            self._decisions.apply(hello)
             peer = wire.Peer(*identity)
             while (text := await connection.receive()) is not None:
                 self._on_member_message(_decode(text, wire.FROM_MEMBER, peer))
@@ -218,7 +199,7 @@ class CoordinatorServer:
             if identity is not None and self._members.get(identity) is connection:
                 del self._members[identity]
                 if not self._is_closing:
-                    self._apply(events.Disconnected(*identity))
+                    self._decisions.apply(events.Disconnected(*identity))
                     self._end_if_over()
         return connection.websocket
 
@@ -261,11 +242,11 @@ class CoordinatorServer:
         deadline_s = self._clock() + 2 * self._settings.heartbeat_timeout
         while (obstacle := who_is_there(self._state, self._agents, arrived.node)) and self._clock() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(self._pause_s)  # it may have died a moment ago
-        told = obstacle or beginning(arrived, self._state, self._settings, self._expected, self._enlisted)
+        told = obstacle or beginning(arrived, self._state, self._settings, self._expected, self._decisions.enlisted)
         if isinstance(told, str):
             raise RefusedError(told)
-        self._enlisted.update({member: last + 1 for member, last in told.incarnations})
-        self._save()
+        self._decisions.enlisted.update({member: last + 1 for member, last in told.incarnations})
+        self._decisions.save()
         return told
 
     def _attach_member(self, connection: Connection, identity: Identity) -> None:
@@ -274,7 +255,7 @@ class CoordinatorServer:
         self._members[identity] = connection
         if old is not None:
             old.replace()
-        self._end_probe(identity)
+        self._probes.end(identity)
         connection.send(wire.Welcome(self._settings.heartbeat_interval, self._replicas.term))
         self._tell_standbys(connection)
 
@@ -296,7 +277,7 @@ class CoordinatorServer:
                 self._tell_standbys(other)
         else:
             self._tell_standbys(connection)
-        if self._state.phase is state.Phase.STOPPED and not self._outgoing:
+        if self._decisions.is_stopped and self._decisions.are_done:
             self._tell_stopped(connection, self._members_by_node().get(hello.node, []))
         for identity in hello.incarnations:
             if identity in self._kills:
@@ -313,20 +294,20 @@ class CoordinatorServer:
                 self._replicas.heard(replica, message.heard_s)
                 self._replicas.beat(replica)
                 if message.computing:
-                    self._apply(events.Vouched(message.computing))
+                    self._decisions.apply(events.Vouched(message.computing))
             case wire.Promised():
                 if message.term == self._replicas.term:
                     self._replicas.attach(replica, connection)
             case wire.Kept():
                 if self._replicas.kept(replica, message.number):
-                    self._carry_out()
+                    self._decisions.carry_out()
             case events.Exited():
                 self._on_exited(message, node)
             case wire.AgentDone():
                 self._done.add(node)
                 self._nodes.forget(node)
                 self._replicas.done(replica)
-                self._renew_replicas()
+                self._decisions.renew_replicas()
                 self._end_if_over()
 
     def _hear_agent(self, node: int) -> None:
@@ -339,7 +320,7 @@ class CoordinatorServer:
 
     def _tell_who_is_awaited(self) -> None:
         """Say now and then who is missing for the first view; nothing else would be said."""
-        if self.generation or self._state.phase is state.Phase.STOPPED or self._clock() < self._next_word_s:
+        if self.generation or self._decisions.is_stopped or self._clock() < self._next_word_s:
             return
         self._next_word_s = self._clock() + _WORD_EVERY_S
         known = self._state.members.scan()
@@ -374,7 +355,7 @@ class CoordinatorServer:
         if isinstance(message, wire.Report):
             self._on_report(message)
         else:
-            self._apply(message)  # type: ignore[arg-type]  # FROM_MEMBER holds events and Report only
+            self._decisions.apply(message)  # type: ignore[arg-type]  # FROM_MEMBER holds events and Report only
 
     def _on_report(self, report: wire.Report) -> None:
         known = self._state.members.get(report.member)
@@ -385,13 +366,13 @@ class CoordinatorServer:
         if report.event == "log_directory":
             if self._settings.event_log is None and isinstance(fields.get("path"), str):
                 self._event_log.open(f"{fields['path']}/{DEFAULT_NAME}")
-                self._save()
+                self._decisions.save()
             return
         generation = fields.pop("generation", self.generation)
         if report.event == "failed":  # it has cut its connections and will come back to no collective
             detail = f"failed with {exception_of(str(fields.get('exception', '')))}"
             signature = str(fields.get("signature", ""))
-            self._apply(events.Failed(report.member, report.incarnation, detail, signature))
+            self._decisions.apply(events.Failed(report.member, report.incarnation, detail, signature))
         self._event_log.write(
             report.event,
             generation=generation if isinstance(generation, int) else self.generation,
@@ -404,12 +385,10 @@ class CoordinatorServer:
         if exited.member.partition("/")[0] != str(node):
             logger.warning("dropped an exit of %s from the agent of node %d: not its member", exited.member, node)
             return
-        if not self._ending.note(exited):
+        if not self._decisions.note_exit(exited):
             return
-        if self._memory is not None:
-            self._memory.append([exited.member, exited.incarnation, exited.status, exited.detail])
         self._kills.pop(identity, None)
-        self._end_probe(identity)
+        self._probes.end(identity)
         if exited.stacks:
             self.record("member_stacks", exited.member, stacks=exited.stacks)
         self._event_log.write(
@@ -419,13 +398,13 @@ class CoordinatorServer:
             status=exited.status,
             detail=exited.detail,
         )
-        self._apply(exited)
+        self._decisions.apply(exited)
 
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(self._pause_s)
-            self._apply(events.Tick())
-            self._renew_replicas()
+            self._decisions.apply(events.Tick())
+            self._decisions.renew_replicas()
             self._give_up_without_a_majority()
             self._report_silent_nodes()
             self._tell_who_is_awaited()
@@ -437,46 +416,6 @@ class CoordinatorServer:
 
     # Deciding and doing.
 
-    def _apply(self, event: events.Event) -> None:
-        """Let the core decide, keep what it decided, then do what it says. An event it can't take changes nothing."""
-        before = self._state
-        try:
-            self._state, todo = machine.step(self._settings, before, event, self._clock())
-        except Exception:
-            logger.exception("the coordinator dropped %s", event)
-            return
-        for effect in todo:
-            if isinstance(effect, effects.Release) and self._state.phase is state.Phase.STOPPED:
-                self._note_released(effect)
-        lines = [self._line(effect) for effect in todo if isinstance(effect, effects.Record)]
-        if snapshot.is_decision(before, self._state):
-            reach("decision.made")
-            self._decided = self._save(lines)  # before anybody hears of it
-            reach("decision.saved")
-        is_stop = self._state.phase is state.Phase.STOPPED and before.phase is not state.Phase.STOPPED
-        named = [(effect, self._incarnation(effect.member, event)) for effect in todo if effect.member is not None]
-        self._outgoing.append(_Outgoing(self._decided, lines, named, event, is_stop))
-        self._carry_out()
-
-    def _carry_out(self) -> None:
-        """Do what was decided, in order, as far as enough nodes keep it."""
-        while self._outgoing and self._replicas.holds(self._outgoing[0].number):
-            outgoing = self._outgoing.popleft()
-            for line in outgoing.lines:
-                self._event_log.append(line)
-            for effect, incarnation in outgoing.todo:
-                try:
-                    self._execute(effect, incarnation, outgoing.cause)
-                except Exception:
-                    logger.exception("the coordinator failed to carry out %s", effect)
-            if outgoing.is_stop:
-                self._stopped()
-
-    def _renew_replicas(self) -> None:
-        """Have those nodes keep the decisions that are there."""
-        if self._replicas.are_outdated and self._state.phase is not state.Phase.STOPPED:
-            self._save()
-
     def _step_down(self) -> None:
         """End, because another coordinator has taken this one's place: nobody's state here means anything any more."""
         logger.warning("[job g%d] another coordinator has taken this one's place", self.generation)
@@ -486,10 +425,10 @@ class CoordinatorServer:
     def _give_up_without_a_majority(self) -> None:
         """What was decided can't be kept: the others are lost, or this node is cut off and they go on without it."""
         lost_s = self._replicas.lost_s()
-        if not self._outgoing or lost_s < self._settings.heartbeat_timeout or self.ended.is_set():
+        if self._decisions.are_done or lost_s < self._settings.heartbeat_timeout or self.ended.is_set():
             return
         reason = f"too few nodes are left to decide: no majority of their agents was heard for {lost_s:.3g} s"
-        self._outgoing.clear()
+        self._decisions.abandon()
         self.record("job_stopped", reason=reason)
         for (member, _), connection in self._members.items():
             connection.send(effects.Stop(member, reason))
@@ -499,44 +438,10 @@ class CoordinatorServer:
         self.ended.set()
 
     def _stopped(self) -> None:
-        for identity in list(self._probes):
-            self._end_probe(identity)
+        self._probes.end_all()
         members = self._members_by_node()
         for node, agent in self._agents.items():
             self._tell_stopped(agent, members.get(node, []))
-
-    def _line(self, record: effects.Record) -> str:
-        fields = dict(record.fields)
-        return self._event_log.line(record.event, generation=record.generation, member=record.member, **fields)
-
-    def _save(self, lines: Sequence[str] = ()) -> int:
-        """Keep what was decided. If that fails, this process ends: another goes on from what was kept before.
-
-        Returns: Number of the entry that the nodes have to keep before it may be told.
-        """
-        if self._memory is None:
-            return 0
-        log_path = self._event_log.path
-        waiting = [line for outgoing in self._outgoing for line in outgoing.lines]
-        saved = {
-            "core": snapshot.dump(self._state),
-            "enlisted": self._enlisted,
-            "released": sorted(self._ending.released),
-            "event_log": None if log_path is None else str(log_path),
-            "lines": [*self._event_log.unwritten(), *waiting, *lines],
-        }
-        entry = self._replicas.propose(saved)
-        if entry is None:
-            self._memory.save({**saved, "replication": None})
-            return 0
-        self._memory.save({**saved, "replication": [entry.term, entry.number, entry.before, entry.replicas]})
-        self._replicas.send(entry)
-        return entry.number
-
-    def _note_released(self, release: effects.Release) -> None:
-        known = self._state.members.get(release.member)
-        if known is not None and known.incarnation == release.incarnation:  # else it came when the job had ended
-            self._ending.released.add((release.member, release.incarnation))
 
     def _execute(self, effect: effects.Effect, incarnation: int, cause: events.Event) -> None:
         match effect:
@@ -549,7 +454,7 @@ class CoordinatorServer:
                 level = logging.WARNING if is_news else logging.DEBUG
                 logger.log(level, "[%s g%d] a message was dropped: %s", effect.member, self.generation, effect.reason)
             case effects.Probe():
-                self._probe(effect)
+                self._probes.start(effect)
             case effects.Kill():
                 self._kill(effect)
             case effects.Acknowledge():
@@ -562,15 +467,6 @@ class CoordinatorServer:
                 reach("member.told")
                 self._send((effect.member, incarnation), effect)
 
-    def _incarnation(self, member: str, cause: events.Event) -> int:
-        """The one that the core means when it names a member alone: who asked, or who is waited for."""
-        if isinstance(cause, _FROM_ITSELF) and cause.member == member:
-            return cause.incarnation
-        joiner, known = self._state.joiners.get(member), self._state.members.get(member)
-        if joiner is not None:
-            return joiner.incarnation
-        return known.incarnation if known is not None and known.incarnation is not None else 0
-
     def _send(self, identity: Identity, message: wire.Message) -> None:
         connection = self._members.get(identity)
         if connection is None or not connection.send(message):
@@ -581,43 +477,6 @@ class CoordinatorServer:
         if agent is not None:
             agent.send(kill)
         self._kills[kill.member, kill.incarnation] = kill  # again if the agent reconnects, until the exit is reported
-
-    def _probe(self, probe: effects.Probe) -> None:
-        identity = (probe.member, probe.incarnation)
-        if identity not in self._probes:
-            task = asyncio.get_running_loop().create_task(self._probe_until_resolved(probe))
-            self._probes[identity] = task
-
-    async def _probe_until_resolved(self, probe: effects.Probe) -> None:
-        identity = (probe.member, probe.incarnation)
-        await wait_until_refused(probe.address, self._pause_s)
-        self._probes.pop(identity, None)
-        self._apply(events.ProbeRefused(*identity))
-
-    def _end_probe(self, identity: Identity) -> None:
-        task = self._probes.pop(identity, None)
-        if task is not None:
-            task.cancel()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Outgoing:
-    """What is to be done after a step, once the entry `number` holds; each effect with the incarnation it is for."""
-
-    number: int
-    lines: list[str]
-    todo: list[tuple[Any, int]]
-    cause: events.Event
-    is_stop: bool
-
-
-def _ledger(saved: dict[str, Any] | None, term: int, replica: int) -> Ledger | None:
-    if not term:
-        return None
-    if saved is not None:
-        _, number, before, replicas = saved["replication"]
-        return Ledger(term, number, tuple(before), tuple(replicas))
-    return Ledger(term, 0, (replica,), (replica,))
 
 
 def _decode(text: str, expect: tuple[type, ...], peer: wire.Peer | None) -> wire.Message:

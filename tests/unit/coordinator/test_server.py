@@ -52,7 +52,7 @@ def serve(files: list[int]) -> tuple[CoordinatorServer, dict[str, Peer], Peer]:
     members, agent = {name: Peer() for name in MEMBERS}, Peer()
     for name, member in members.items():
         server._members[name, 1] = member  # type: ignore[assignment]
-        server._apply(events.Hello(name, 1, 0, Address(name, 1)))
+        server._decisions.apply(events.Hello(name, 1, 0, Address(name, 1)))
     server._on_agent_message(wire.Promised(2), 0, HOME, agent)  # type: ignore[arg-type]
     return server, members, agent
 
@@ -70,7 +70,7 @@ def test_view_is_told_once_it_holds(files: list[int]) -> None:
         server, members, agent = serve(files)
         keep(server, agent)
         for name in MEMBERS:
-            server._apply(events.Parked(name, 1, 0, 0, "start"))
+            server._decisions.apply(events.Parked(name, 1, 0, 0, "start"))
         assert server.generation == 1
         assert not any(member.told(effects.CommitView) for member in members.values())
 
@@ -89,11 +89,11 @@ def test_heartbeat_is_answered_only_while_no_other_can_be_in_office(files: list[
     async def play() -> None:
         server, members, agent = serve(files)
         keep(server, agent)
-        server._apply(events.Heartbeat("0/0", 1, sent_s=1.0))
+        server._decisions.apply(events.Heartbeat("0/0", 1, sent_s=1.0))
         assert not members["0/0"].told(effects.Acknowledge)
         clock_s = agent.told(wire.CoordinatorHeartbeat)[-1].sent_s
         server._on_agent_message(wire.AgentHeartbeat((), clock_s), 0, HOME, agent)  # type: ignore[arg-type]
-        server._apply(events.Heartbeat("0/0", 1, sent_s=2.0))
+        server._decisions.apply(events.Heartbeat("0/0", 1, sent_s=2.0))
         assert [answer.sent_s for answer in members["0/0"].told(effects.Acknowledge)] == [2.0]
 
     asyncio.run(play())
