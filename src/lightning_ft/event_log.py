@@ -54,6 +54,7 @@ class EventLog:
         self._is_closed = False
         self._writing: tuple[str, ...] = ()
         self._warned: set[str] = set()
+        self._followers: list[Callable[[str], None]] = []
         self.num_lost = 0
         if path is not None:
             self.open(path)
@@ -94,12 +95,18 @@ class EventLog:
         return json.dumps(values, default=str) + "\n"
 
     def append(self, line: str) -> None:
-        """Append a line, and say it on the console."""
+        """Append a line, say it on the console, and tell who follows."""
         self._put(line)
         fields = json.loads(line)
         _, event, generation, member = (fields.pop(name) for name in _RESERVED)
         level, sentence = describe(event, fields)
         logger.log(level, "%s %s", _prefix(member, generation), sentence)
+        for follower in self._followers:
+            follower(line)
+
+    def follow(self, follower: Callable[[str], None]) -> None:
+        """Have each line that is appended from now on handed to a function, in the thread that appends it."""
+        self._followers.append(follower)
 
     def resume(self, lines: Iterable[str]) -> None:
         """Append what an earlier writer had not written yet when it ended, as its `unwritten` said, unless it had."""

@@ -119,3 +119,14 @@ def test_a_start_names_only_the_settings_that_were_changed() -> None:
     fields = {"members": ["0/0", "0/1"], "settings": {"respawn": False, "max_restarts": 3}}
     assert describe("job_started", fields)[1] == "the job starts with 0/0, 0/1 (respawn=False)"
     assert describe("job_started", {"settings": "mine"})[1] == "job started (settings=mine)"
+
+
+def test_followers_get_each_line_that_is_appended() -> None:
+    """Word for word as in the file, also what was made by `line`, and nothing from before they came."""
+    log, found = EventLog(clock=lambda: 1.0), list[str]()
+    log.write("early", generation=0)
+    log.follow(found.append)
+    log.write("late", generation=1, member="0/1")
+    log.append(log.line("kept", generation=2))
+    log.resume(["older\n"])
+    assert found == [line for line in log.unwritten() if "late" in line or "kept" in line]
