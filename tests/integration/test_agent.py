@@ -266,6 +266,44 @@ def test_job_that_survives_a_death_succeeds(stage: Stage) -> None:
     assert [line["event"] for line in stage.logged("job_finished")] == ["job_finished"]
 
 
+def test_running_job_tells_its_status(stage: Stage) -> None:
+    """Found by the agent's process id, by a rank's, and by endpoint and secret; no more when it has ended."""
+    wait = """
+    note("pid", str(os.getpid()))
+    while not (Path(os.environ["NOTES"]) / "go").exists():
+        time.sleep(0.002)
+    client.leave(0)
+    client.close()
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    agent = stage.run(
+        stage.script(MEMBER, wait), *PATIENT, "--coordinator", endpoint, LIGHTNING_FT_TOKEN="shared-secret"
+    )
+    rank = stage.wait_for_notes("pid", "0/0", "0/1")[1]
+    token = {**os.environ, "LIGHTNING_FT_TOKEN": "shared-secret"}
+    asked = [
+        cli("status", "--json", "--pid", str(agent.pid)),
+        cli("status", "--json", "--pid", rank),
+        cli("status", "--json", "--coordinator", endpoint, env=token),
+    ]
+    for answer in asked:
+        told = json.loads(answer.stdout)
+        assert answer.returncode == 0
+        assert (told["phase"], told["ring"]) == ("healthy", ["0/0", "0/1"])
+        assert [(row["rank"], row["state"], row["host"]) for row in told["members"]] == [
+            (0, "running", "127.0.0.1"),
+            (1, "running", "127.0.0.1"),
+        ]
+    (stage.notes / "go").touch()
+    assert agent.wait(DEADLINE_S) == 0
+    over = cli("status", "--coordinator", endpoint, env=token)
+    assert over.returncode == 3
+    assert "can't be reached" in over.stderr
+    assert "is neither agent nor rank" in cli("status", "--pid", str(os.getpid())).stderr
+
+
 def test_released_member_that_fails_afterwards_fails_the_job(stage: Stage) -> None:
     """What a member does after its last collective counts too."""
     failure = """
@@ -556,10 +594,13 @@ def test_two_agents_make_one_job(stage: Stage) -> None:
 # Command line.
 
 
-def cli(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def cli(
+    *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*CLI, *arguments],
         cwd=cwd,
+        env=env,
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

@@ -39,7 +39,7 @@ def test_each_alias_is_read_where_its_variable_is_not_set(name: str) -> None:
 def test_variable_goes_before_its_alias_which_is_told_once(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If both say the same there is nothing to tell; nor to a child, whose agent has told it. No alias is an error then."""
+    """If both say the same there is nothing to tell; nor to a child, whose agent has told it."""
     monkeypatch.setattr("lightning_ft.config._told", set())
     read = checkpoint_interval if name == "checkpoint_interval" else lambda environ: getattr(resolve(environ), name)
     resolve = Settings.resolve

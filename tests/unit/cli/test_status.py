@@ -1,0 +1,150 @@
+"""`lightning-ft status`: what it prints, and what it says if it can't."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_ft.cli import main
+from lightning_ft.cli.status import STATUS_PATH, shown
+from lightning_ft.config import Settings
+from lightning_ft.coordinator import status_view
+from lightning_ft.coordinator.server import CoordinatorServer
+from lightning_ft.event_log import EventLog
+from lightning_ft.membership import events
+from lightning_ft.membership.events import Address
+
+MEMBERS = ("0/0", "0/1", "1/0")
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    """A coordinator whose three members train; the last one is then killed."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    async def start() -> CoordinatorServer:
+        server = CoordinatorServer(Settings(), MEMBERS, "secret", EventLog(None))
+        for name in MEMBERS:
+            server._apply(events.Hello(name, 1, 0, Address(f"10.0.0.{name[0]}", 5000)))
+        for name in MEMBERS:
+            server._apply(events.Parked(name, 1, 0, 0, "start"))
+        server._apply(events.Exited("1/0", 1, -9, "killed by SIGKILL"))
+        await server.start(listener)
+        return server
+
+    server = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_table_and_ring_are_printed(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row for each member, the dead one with its cause, and the ring with a host where it is entered."""
+    monkeypatch.setenv("LIGHTNING_FT_TOKEN", "secret")
+    assert main(["status", "--coordinator", endpoint]) == 0
+    head, _, *rows, _, ring = capsys.readouterr().out.splitlines()
+    assert head.startswith("generation 1, suspended")
+    assert head.endswith("2 of 3 members are in the job")
+    assert rows[0].split() == ["MEMBER", "ADDRESS", "RANK", "STATE", "STEP", "HEARD", "DOING"]
+    assert rows[1].split()[:5] == ["0/0", "10.0.0.0:5000", "0", "running", "0"]
+    assert rows[3].split()[:5] == ["1/0", "10.0.0.1:5000", "-", "gone", "(exit)"]
+    assert ring == "ring: 0/0 (10.0.0.0) -> 0/1 -> 1/0 (10.0.0.1) -> 0/0"
+
+
+def test_json_is_the_coordinators_answer(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The environment names the job, as in its own processes; `--rdzv-id` is part of the secret."""
+    monkeypatch.setenv("LIGHTNING_FT_TOKEN", "secret")
+    monkeypatch.setenv("LIGHTNING_FT_COORDINATOR", endpoint)
+    assert main(["status", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ring"] == list(MEMBERS)
+    assert told["version"] == status_view.VERSION
+    assert main(["status", "--rdzv-id", "other"]) == 3
+    assert "the token is not that of the job" in capsys.readouterr().err
+
+
+def test_path_is_the_coordinators() -> None:
+    """The command does not import the module that serves it."""
+    assert STATUS_PATH == status_view.STATUS_PATH
+
+
+def test_job_that_can_not_be_reached(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 3, and the endpoint is named; status 2 without a secret, or with an endpoint that is none."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+    monkeypatch.setenv("LIGHTNING_FT_TOKEN", "secret")
+    assert main(["status", "--coordinator", endpoint]) == 3
+    assert f"the coordinator at {endpoint} can't be reached" in capsys.readouterr().err
+    for environment, told in (
+        ({"LIGHTNING_FT_TOKEN": "x"}, "host:port"),
+        ({"LIGHTNING_FT_TOKEN": ""}, "TOKEN must hold"),
+    ):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as caught:
+            main(["status", "--coordinator", "nowhere"])
+        assert caught.value.code == 2
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"version": 99}'])
+def test_what_is_no_coordinator_is_told(
+    body: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another server at that port, or another version of this one."""
+
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - as it is called
+            pass
+
+    monkeypatch.setenv("LIGHTNING_FT_TOKEN", "secret")
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert main(["status", "--coordinator", f"127.0.0.1:{server.server_port}"]) == 3
+        thread.join()
+    assert "is no coordinator" in capsys.readouterr().err
+
+
+def test_nobody_has_come_yet() -> None:
+    """What is not known is a dash, and whoever waits to join is in the table."""
+    row = dict.fromkeys(("rank", "cause", "host", "port", "heartbeat_age_s"))
+    awaited = {**row, "member": "0/0", "rank": 0, "state": "awaited", "step": 0, "doing": ""}
+    joiner = {"member": "0/1", "host": "h", "port": 1, "heartbeat_age_s": 0.25}
+    text = shown(
+        {
+            "generation": 0,
+            "phase": "suspended",
+            "reason": "nobody",
+            "num_members": 0,
+            "target": 1,
+            "ring": ["0/0"],
+            "members": [{**awaited, "is_straggler": False, "is_connected": False}],
+            "joiners": [joiner],
+        }
+    )
+    lines = text.splitlines()
+    assert lines[0] == "generation 0, suspended: nobody; 0 of 1 members are in the job"
+    assert lines[3].split() == ["0/0", "-", "0", "awaited", "0", "-", "-"]
+    assert lines[4].split() == ["0/1", "h:1", "-", "waits", "to", "join", "-", "0.2", "s", "ago", "-"]
+    assert lines[-1] == "ring: 0/0 -> 0/0"
