@@ -19,6 +19,7 @@ LAYERS = (
     "faultpoints",
     "config",
     "event_log",
+    "history",
     "membership",
     "coordinator",
     "comm",
@@ -53,6 +54,7 @@ FORBIDDEN = {
     "errors": {"asyncio", "lightning", "torch"},
     "config": {"asyncio", "lightning", "torch"},
     "event_log": {"asyncio", "lightning", "torch"},
+    "history": {"aiohttp", "asyncio", "lightning", "os", "pathlib", "threading", "time", "torch"},
     "membership": {
         "aiohttp",
         "asyncio",

@@ -11,6 +11,7 @@ import pytest
 
 import lightning_ft
 import lightning_ft.checkpoint
+from lightning_ft import history
 from lightning_ft.comm.recovery import Recovery
 from lightning_ft.config import ENV_PREFIX, Settings
 
@@ -104,3 +105,9 @@ def test_fault_points_are_those_of_the_code() -> None:
         point for path in SOURCES for point in re.findall(r'reach\("([\w.]+)"\)', path.read_text(encoding="utf-8"))
     }
     assert listed == reached
+
+
+def test_history_knows_each_event() -> None:
+    """A new event is folded into the history, or said to change nothing there."""
+    assert set(history.HANDLERS) | history.ONLY_TOLD == emitted().keys()
+    assert not set(history.HANDLERS) & history.ONLY_TOLD
