@@ -1,7 +1,7 @@
 """The member's side of the resilient group: runs numbered collectives, and recovers when one breaks.
 
-Threads: everything here belongs to the training thread (a lock keeps others out), but for `_on_suspend`, `_on_leaving`,
-`_on_evicted` and `LiveView.sever`, which the monitor thread calls to free it from a blocking collective, or end it.
+Threads: everything here belongs to the training thread (a lock keeps others out), but for `_on_evicted`, which the
+monitor thread calls to end this process, and what `views` says.
 """
 
 from __future__ import annotations
@@ -11,47 +11,27 @@ import logging
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
 
 import torch
 
 from lightning_ft.child import end_at_once
+from lightning_ft.comm.admission import Admission, Carrier
 from lightning_ft.comm.gloo import CallerError, GlooTransport, RingBrokenError
 from lightning_ft.comm.live_view import LiveView
-from lightning_ft.comm.operations import Kind, Operation, Reduce
-from lightning_ft.comm.place import Place
-from lightning_ft.comm.recovery import Recovery, redone
-from lightning_ft.comm.sequence import CollectiveSequence, Settled
-from lightning_ft.comm.transfer import Cargo, State, StateTransfer, pack
+from lightning_ft.comm.operations import Operation, Reduce
+from lightning_ft.comm.recovery import Recovery
+from lightning_ft.comm.sequence import CollectiveSequence
+from lightning_ft.comm.transfer import State
+from lightning_ft.comm.views import BROKEN, Views
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.activity import Activity
 from lightning_ft.coordinator.client import MembershipClient, NextView
 from lightning_ft.coordinator.fingerprint import Fingerprint
 from lightning_ft.errors import FaultToleranceError, LaunchError, signature_of
 from lightning_ft.faultpoints import reach
-from lightning_ft.membership.settle import SettlePlan
 
 _log = logging.getLogger("lightning_ft")
-
-_QUICK_ROUNDS = 8
-
-_BROKEN = (RingBrokenError, RuntimeError, ValueError, TypeError, LookupError)
-"""What a collective raises that fails, because of a peer or because torch can't do it."""
-
-
-class Carrier(Protocol):
-    """A part of a process that keeps what the others' have agreed on since the job began: DDP's buckets."""
-
-    def prepare(self) -> None:
-        """Called on all members before a boundary where others may join; may run numbered collectives."""
-
-    def give(self) -> Any:
-        """Return what it is."""
-
-    def take(self, part: Any) -> None:
-        """Take it over from another member."""
 
 
 class Ring:
@@ -65,9 +45,7 @@ class Ring:
 
     Attributes:
         world: The sequence of the group of all members.
-        step: Number of commits that are final here.
         on_renumbered: Called in the training thread when the visible members have changed.
-        on_lost: Called in the training thread when this member can't go on, before the error is raised.
         is_outside: This process asks to join a job that runs, and was not admitted yet: to its calls it gets the
             answers that copies of itself would give.
         is_admission_due: With a commit all members have learned that somebody waits to join.
@@ -85,33 +63,16 @@ class Ring:
         self.world = CollectiveSequence("world")
         self.member = member
         self.settings = settings
-        self.step = 0
         self.on_renumbered: list[Callable[[], None]] = []
-        self.on_lost: list[Callable[[], None]] = []
         self._client = client
         self._transport = transport
         self._lock = threading.RLock()
-        self._groups: dict[CollectiveSequence, tuple[str, ...]] = {}  # sub-groups, in order of creation
-        self._retired: dict[CollectiveSequence, int] = {}
-        self._views: dict[int, tuple[str, ...]] = {}
-        self._view: LiveView | None = None
-        self._suspended_generation = 0
-        self._leavers: dict[str, int] = {}
-        self._defers_until = 0
-        self._recovery: Recovery | None = None
-        self._settled: Settled | None = None
-        self._settled_step = 0
         self._num_made: dict[str, int] = {}
-        self._suspects: tuple[str, ...] = ()
-        self._broken: tuple[str, ...] = ()
         self._is_closed = False
-        self._carriers: list[weakref.ref[Carrier]] = []
-        self._why_closed: str | None = None
-        self._admit: Callable[[Place, SettlePlan], None] | None = None
+        self._views = Views(self.world, client, transport, member)
+        self._admission = Admission(self._views, client.activity, member)
         self.is_outside = is_joiner
         self.is_admission_due = False
-        client.on_suspend = self._on_suspend
-        client.on_leaving = self._on_leaving
         client.on_evicted = self._on_evicted
 
     # -- what the group's methods need ------------------------------------------------------------------------------
@@ -122,21 +83,28 @@ class Ring:
         return self._client.activity
 
     @property
+    def step(self) -> int:
+        """Number of commits that are final here."""
+        return self._views.step
+
+    @property
+    def on_lost(self) -> list[Callable[[], None]]:
+        """Called in the training thread when this member can't go on, before the error is raised."""
+        return self._views.on_lost
+
+    @property
     def view(self) -> LiveView:
         """The view that this member is in."""
-        assert self._view is not None, "the ring was not started"
-        return self._view
+        return self._views.view
 
     @property
     def starts_early(self) -> bool:
         """Whether buckets may be started during backward (PROTOCOL.md#T3)."""
-        last, shown = self.world.last, self.world.shown
-        is_waited_for = last is None or last.number <= shown
-        return is_waited_for and shown >= self._defers_until and not self.view.is_severed
+        return self._views.starts_early
 
     def members_of(self, generation: int) -> tuple[str, ...]:
         """Return the members of a view that this member was in."""
-        return self._views[generation]
+        return self._views.members_of(generation)
 
     def start(self, expected: tuple[str, ...]) -> None:
         """Connect and take part in the first view; a joiner only has itself and its copies until it joins.
@@ -154,13 +122,13 @@ class Ring:
             return
         self._client.start()
         with self._lock:
-            self._recover("start")
-            self._recovery = None
+            self._views.recover("start")
+            self._views.recovery = None
 
     @property
     def was_admitted(self) -> bool:
         """Whether this process has been in a view."""
-        return self._view is not None
+        return self._views.live is not None
 
     @property
     def is_join_pending(self) -> bool:
@@ -170,7 +138,7 @@ class Ring:
     @property
     def is_closed_to_joiners(self) -> bool:
         """Whether this member has something that a joiner could not take over."""
-        return bool(self._groups) or self._why_closed is not None
+        return bool(self._views.groups) or self._admission.why_closed is not None
 
     def close_to_joiners(self, reason: str) -> None:
         """Let nobody join from now on.
@@ -184,7 +152,7 @@ class Ring:
                 "over. Set respawn=False.",
                 member=self.member,
             )
-        self._why_closed = self._why_closed or reason
+        self._admission.why_closed = self._admission.why_closed or reason
 
     def describe(self, fingerprint: Fingerprint) -> None:
         """Say what this process trains. A joiner says it before `join`, a member before others do."""
@@ -233,15 +201,12 @@ class Ring:
             self._pass_boundary(give, take)
 
     def carry(self, carrier: Carrier) -> None:
-        """Have something of a part of this process handed to joiners, for as long as that part lives."""
-        self._carriers.append(weakref.ref(carrier))
-
-    def _live_carriers(self) -> list[Carrier]:
-        return [carrier for reference in self._carriers if (carrier := reference()) is not None]
+        """As `Admission.carry`."""
+        self._admission.carry(carrier)
 
     def forget(self, carrier: Carrier) -> None:
-        """Have it handed over no more. All members must do so alike: what the collector frees, it frees at any time."""
-        self._carriers = [reference for reference in self._carriers if reference() is not carrier]
+        """As `Admission.forget`."""
+        self._admission.forget(carrier)
 
     def _pass_boundary(
         self, give: Callable[[], State], take: Callable[[State], None], following: NextView | None = None
@@ -249,50 +214,8 @@ class Ring:
         """Every member passes it once, with one number at its end: with it rank and world size follow the view."""
         if self.world.last is not None:
             self._complete(self.world, self.world.last)
-        carriers = self._live_carriers()
-        for carrier in carriers:
-            carrier.prepare()
-
-        def load() -> Cargo:
-            state = give()
-            return pack(State(state.replicated, (self.step, [carrier.give() for carrier in carriers], state.own)))
-
-        def take_all(state: State) -> None:
-            self.activity.go_on()  # from here on the others wait for this process
-            step, carried, own = state.own
-            for carrier, part in zip(carriers, carried, strict=True):
-                carrier.take(part)
-            take(State(state.replicated, own))
-            self.step = self._client.step = step
-            self.activity.wait("a boundary")
-
-        # Before anybody waits: what a user's hooks do in it may fail, or take collectives of their own.
-        cargo = self._load_or_close(load) if following is None else None
-        self._admit = StateTransfer(load if cargo is None else lambda: cargo, take_all, self._say_progress).run
-        self._recovery = Recovery(time.monotonic(), before=() if self._view is None else self._view.members)
-        self.activity.wait("a boundary")
-        try:
-            self._recover("join", following=following, admits=cargo is not None or following is not None)
-        finally:
-            self._admit = None
-            self.activity.go_on()
+        self._admission.run(give, take, following)
         self.run(self.world, Reduce([torch.zeros(1)]))
-
-    def _load_or_close(self, load: Callable[[], Cargo]) -> Cargo | None:
-        try:
-            return load()
-        except FaultToleranceError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a joiner is no reason for those that train to end
-            _log.exception(
-                "[%s g%d] nobody can join: the state can't be handed over", self.member, self.view.generation
-            )
-            self.close_to_joiners(f"its state can't be handed over ({error})")
-            return None
-
-    def _say_progress(self, what: str) -> None:
-        self.activity.progress(what)
-        self.activity.start_anew()
 
     def submit(self, sequence: CollectiveSequence, operation: Operation) -> None:
         """Enter the next number of a sequence, after the one before it is final.
@@ -311,7 +234,7 @@ class Ring:
                 self._complete(sequence, sequence.last)  # its error, if any, is raised by its own wait
             sequence.enter(operation, visible)
             reach(f"{operation.name}.enter")
-            self._start(sequence)
+            self._views.start(sequence)
 
     def finish(self, sequence: CollectiveSequence, operation: Operation) -> None:
         """Block until an operation is final, recovering as often as needed.
@@ -361,13 +284,13 @@ class Ring:
             members = tuple(self.world.visible[rank] for rank in ranks)
             number = self._num_made[name] = self._num_made.get(name, 0) + 1
             sequence = CollectiveSequence(name if number == 1 else f"{name}.{number}", members)
-            self._groups[sequence] = members
+            self._views.groups[sequence] = members
             view = self.view
-            if any(member in self._leavers for member in self._members_in(sequence, view.generation)):
+            if any(member in self._views.leavers for member in self._views.members_in(sequence, view.generation)):
                 view.sever()
             if not view.is_severed:
                 try:
-                    self._establish_group(sequence, view)
+                    self._views.establish_group(sequence, view)
                 except (RingBrokenError, RuntimeError) as error:
                     _log.debug("[%s g%d] making %s failed: %s", self.member, view.generation, name, error)
                     view.sever()  # it is made with the next view
@@ -377,7 +300,7 @@ class Ring:
         """Forget a sub-group once no member can need its results: when the next number of `world` is final."""
         with self._lock:  # one that was entered before says nothing of what the others have done since
             is_pending = self.world.pending is not None
-            self._retired[sequence] = self.world.completed + (2 if is_pending else 1)
+            self._views.retired[sequence] = self.world.completed + (2 if is_pending else 1)
 
     def leave(self) -> None:
         """Tell the others that this member enters nothing any more, and wait until they can do without it."""
@@ -387,9 +310,9 @@ class Ring:
         with self._lock:
             try:
                 while (following := self._client.leave(self.world.completed)) is not None:
-                    self._break_view()
+                    self._views.break_view()
                     with contextlib.suppress(RingBrokenError, RuntimeError):
-                        self._establish(self._take(following), Recovery(time.monotonic()))
+                        self._views.establish(self._views.take(following), Recovery(time.monotonic()))
             except FaultToleranceError as error:  # evicted, or no coordinator: nothing is left to do for the others
                 _log.debug("[%s] left without being released: %s", self.member, error)
         self._close()
@@ -411,7 +334,7 @@ class Ring:
 
     def _close(self) -> None:
         self._client.close()
-        self._break_view()  # what still ran when the interpreter ends would keep it from ending
+        self._views.break_view()  # what still ran when the interpreter ends would keep it from ending
         self._transport.close()
 
     @property
@@ -430,7 +353,7 @@ class Ring:
         """
         if self._is_closed or self.is_outside:
             return
-        with self._silent_if_lost():
+        with self._views.silent_if_lost():
             if waits_for_coordinator:
                 self._client.confirm()
             else:
@@ -442,33 +365,15 @@ class Ring:
 
     # -- running ----------------------------------------------------------------------------------------------------
 
-    def _start(self, sequence: CollectiveSequence) -> None:
-        operation, view = sequence.pending, self.view
-        if operation is None:
-            return
-        if self._is_blocked_by_leaver(sequence, operation):
-            view.sever()
-        if view.is_severed:
-            return
-        try:
-            if sequence.place is None:
-                self._establish_group(sequence, view)
-            sequence.start()
-        except _BROKEN as error:
-            sequence.works = None
-            sequence.note_failure(error)
-            _log.debug("[%s g%d] starting %s failed: %s", self.member, view.generation, operation.name, error)
-        reach(f"{operation.name}.issued")
-
     def _finish(self, sequence: CollectiveSequence, operation: Operation) -> None:
         while not operation.is_final:
             if sequence.works is None:
-                self._recover_from_break()
+                self._views.recover_from_break()
             elif self._try_to_finish(sequence, operation):
-                self._finalized(sequence, operation)
+                self._views.finalized(sequence, operation)
                 reach(f"{operation.name}.done")
             else:  # not within an except clause: what recovering raises has nothing to do with how the group broke
-                self._recover_from_break()
+                self._views.recover_from_break()
 
     def _try_to_finish(self, sequence: CollectiveSequence, operation: Operation) -> bool:
         """Returns: Whether it is final. Not the error: that refers to this frame, and this to the caller's.
@@ -477,7 +382,7 @@ class Ring:
         """
         try:
             sequence.finish()
-        except _BROKEN as error:
+        except BROKEN as error:
             sequence.note_failure(error)
             _log.debug("[%s g%d] %s broke: %s", self.member, self.view.generation, operation.name, error)
             return False
@@ -493,194 +398,7 @@ class Ring:
         if sequence.show(operation):
             for callback in self.on_renumbered:
                 callback()
-        self._report_recovery()
-
-    def _finalized(self, sequence: CollectiveSequence, operation: Operation) -> None:
-        if sequence is not self.world:
-            return
-        for retired in [group for group, number in self._retired.items() if number <= operation.number]:
-            del self._retired[retired], self._groups[retired]
-            if retired.place is not None:
-                self.view.forget(retired.place.inner)
-                self._transport.free(retired.place.inner)
-        if operation.kind is Kind.COMMIT:
-            self.step += 1
-            self._client.step = self.step
-            self.activity.step()
-
-    def _is_blocked_by_leaver(self, sequence: CollectiveSequence, operation: Operation) -> bool:
-        leavers, members = self._leavers, self.view.members
-        if sequence is self.world:
-            return any(leavers[member] < operation.number for member in members if member in leavers)
-        return any(member in leavers for member in self._groups[sequence] if member in members)
-
-    # -- recovering -------------------------------------------------------------------------------------------------
-
-    def _recover_from_break(self) -> None:
-        if self.view.is_severed:
-            self._recover("suspended")
-        else:
-            place = self.world.place
-            ranks = () if place is None else place.inner.broken_peers()
-            self._recover("connection", tuple(self.view.members[rank] for rank in ranks))
-
-    def _recover(
-        self,
-        reason: str,
-        suspects: tuple[str, ...] = (),
-        *,
-        following: NextView | None = None,
-        admits: bool = False,
-    ) -> None:
-        recovery = self._recovery = self._recovery or Recovery(time.monotonic())
-        while True:
-            recovery.rounds += 1
-            reach("recover.sever")
-            self._break_view()
-            reach("recover.park")
-            started_s = time.monotonic()
-            view = self._take(following or self._park(reason, suspects, admits=admits))
-            following = None
-            self.activity.start_anew()
-            parked_s = time.monotonic()
-            recovery.park_s += parked_s - started_s
-            try:
-                self._establish(view, recovery)
-            except (RingBrokenError, RuntimeError) as error:
-                _log.debug("[%s g%d] establishing failed: %s", self.member, view.generation, error)
-                if recovery.rounds > _QUICK_ROUNDS:  # nobody is gone, and still it can't be done: don't spin
-                    time.sleep(min(1.0, 0.01 * 2.0 ** (recovery.rounds - _QUICK_ROUNDS)))
-                reason = "unreachable" if self._suspects else "connection"
-                suspects = self._suspects or self._broken
-                self._suspects = self._broken = ()
-                continue
-            return
-
-    def _park(self, reason: str, suspects: tuple[str, ...], *, admits: bool) -> NextView:
-        completed = self.world.completed if self.world.has_state else None
-        with self._silent_if_lost():
-            return self._client.park(completed, reason, suspects=suspects, admits=admits)
-
-    @contextlib.contextmanager
-    def _silent_if_lost(self) -> Iterator[None]:
-        try:
-            yield
-        except FaultToleranceError:
-            for callback in self.on_lost:
-                callback()
-            raise
-
-    def _take(self, following: NextView) -> LiveView:
-        view = LiveView(following.view.generation, following.view.members, following.meeting)
-        self._view = view
-        if self._suspended_generation >= view.generation:  # the news overtook the view
-            view.sever()
-        self._views[view.generation] = view.members
-        self._leavers = self._client.leavers  # of this view
-        return view
-
-    def _break_view(self) -> None:
-        """Sever the view and wait until nothing of it runs any more, since it writes into the callers' tensors."""
-        if self._view is None:
-            return
-        self.activity.progress(f"leaving generation {self._view.generation}")
-        self._view.sever()
-        for sequence in (self.world, *self._groups):
-            place, sequence.place = sequence.place, None
-            if place is not None:
-                for work in sequence.works or ():
-                    with contextlib.suppress(RingBrokenError, RuntimeError):
-                        place.inner.wait(work)
-                self._view.forget(place.inner)
-                self._transport.free(place.inner)
-            sequence.works = None
-
-    def _establish(self, view: LiveView, recovery: Recovery) -> None:
-        reach("recover.build")
-        self._suspects = ()
-        started_s = time.monotonic()
-        place = self._place(self.world, view, view.members)
-        built_s = time.monotonic()
-        recovery.rebuild_s += built_s - started_s
-        self._settle(self.world, place, self._views.__getitem__)
-        self._start(self.world)  # before the sub-groups: who has not made one yet waits for this number first
-        for sequence in tuple(self._groups):
-            self._establish_group(sequence, view)
-            self._start(sequence)
-        recovery.settle_s += time.monotonic() - built_s
-
-    def _establish_group(self, sequence: CollectiveSequence, view: LiveView) -> None:
-        place = self._place(sequence, view, self._members_in(sequence, view.generation))
-        self._settle(sequence, place, lambda generation: self._members_in(sequence, generation))
-
-    def _members_in(self, sequence: CollectiveSequence, generation: int) -> tuple[str, ...]:
-        return tuple(member for member in self._groups[sequence] if member in self._views[generation])
-
-    def _settle(self, sequence: CollectiveSequence, place: Place, members_of: Callable[[int], tuple[str, ...]]) -> None:
-        pending = sequence.pending
-        try:
-            settled = sequence.settle(place, members_of, self._admit if sequence is self.world else None)
-        except BaseException:
-            if not self.view.is_severed:
-                self._broken = tuple(place.members[rank] for rank in place.inner.broken_peers())
-            self.view.forget(place.inner)
-            self._transport.free(place.inner)
-            raise
-        finally:  # what was adopted stays, even if settling has to be repeated
-            if pending is not None and pending.is_final:
-                self._finalized(sequence, pending)
-        sequence.place = place
-        if sequence is self.world:
-            self._settled, self._settled_step = settled, self.step
-            self._defers_until = settled.target + 1
-
-    def _place(self, sequence: CollectiveSequence, view: LiveView, members: tuple[str, ...]) -> Place:
-        rank = members.index(self.member)
-        prefix = f"g{view.generation}/{sequence.name}"
-        try:
-            inner = view.add(self._transport.build(prefix, rank, len(members), view.meeting))
-        except RingBrokenError as error:
-            self._suspects = tuple(members[suspect] for suspect in error.suspects)
-            raise
-        return Place(inner, members, rank, view.generation)
-
-    def _report_recovery(self) -> None:
-        recovery, settled = self._recovery, self._settled
-        if recovery is None or settled is None:
-            return
-        self._recovery, view = None, self.view
-        if view.members[0] != self.member:
-            return
-        facts = recovery.facts(self._settled_step)
-        if joined := [member for member in view.members if recovery.before and member not in recovery.before]:
-            self.report("members_admitted", **facts, joined=joined)
-            return
-        is_reduced = settled.kept is Kind.REDUCTION
-        self.report(
-            "recovered",
-            **facts,
-            redone=redone(settled),
-            contributors=list(self.members_of(settled.kept_generation) if is_reduced else view.members),
-        )
-
-    # -- called by the monitor thread -------------------------------------------------------------------------------
-
-    def _on_suspend(self, generation: int) -> None:
-        self._suspended_generation = max(self._suspended_generation, generation)
-        view = self._view
-        if view is not None and view.generation <= generation:
-            view.sever()
-
-    def _on_leaving(self, member: str, completed: int) -> None:
-        self._leavers = {**self._leavers, member: completed}
-        view, operation = self._view, self.world.pending
-        if view is None or member not in view.members:
-            return
-        if operation is not None and operation.number > completed:
-            view.sever()
-        for sequence, members in tuple(self._groups.items()):
-            if member in members and (sequence.pending is not None or sequence.place is None):  # used, or being made
-                view.sever()
+        self._views.report_recovery()
 
     def _on_evicted(self) -> None:
         """The others go on without this process: whatever its threads are about to do, they must write nothing more."""

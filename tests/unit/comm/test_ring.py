@@ -34,10 +34,12 @@ class Recovering(Ring):
 
     def __init__(self, sequence: Broken, operation: SimpleNamespace) -> None:
         self.member = "0/0"
-        self._view = SimpleNamespace(generation=1)  # type: ignore[assignment]
+        self._views: Any = SimpleNamespace(
+            view=SimpleNamespace(generation=1), recover_from_break=self._recover, finalized=lambda *_: None
+        )
         self._broken, self._operation = sequence, operation
 
-    def _recover_from_break(self) -> None:
+    def _recover(self) -> None:
         self._operation.is_final = True
         self._broken.failure = None
 
