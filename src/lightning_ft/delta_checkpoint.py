@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import io
-import logging
 import os
 import time
 from collections import Counter
@@ -20,10 +19,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ft.checkpoint.chain import published_keys
-from lightning_ft.checkpoint.records import LOSSLESS, Manifest, manifest_path
-from lightning_ft.checkpoint.saver import Saver
+from lightning_ft.checkpoint.records import LOSSLESS, Key, Manifest, manifest_path
+from lightning_ft.checkpoint.saver import Saved, Saver
 from lightning_ft.checkpoint.store import open_store
 from lightning_ft.checkpoint.writer import Plan, Writer
+from lightning_ft.comm import backend
 from lightning_ft.comm.backend import is_member, progress
 from lightning_ft.config import checkpoint_interval
 from lightning_ft.ddp import FaultTolerantDDP
@@ -31,8 +31,6 @@ from lightning_ft.elastic import random_state, set_random_state
 from lightning_ft.errors import CheckpointError, StaleWriterError, StoreError
 from lightning_ft.lightning_checkpoints import DeltaCheckpointIO
 from lightning_ft.lightning_internals import around_each_batch, draw_epoch_anew, dump_checkpoint
-
-_log = logging.getLogger("lightning_ft")
 
 _RANKS = "lightning_ft_ranks"
 """Entry of a checkpoint: what a fit with the same number of ranks goes on with."""
@@ -72,7 +70,7 @@ class DeltaCheckpoint(ModelCheckpoint):
     Attributes:
         num_saved: Checkpoints that were committed; known on rank 0.
         num_skipped: Saves that were left out since the one before was not done.
-        num_failed: Saves that failed.
+        num_failed: Saves that failed, or were given up since a rank was lost.
 
     Raises:
         ValueError: An argument is wrong.
@@ -108,6 +106,7 @@ class DeltaCheckpoint(ModelCheckpoint):
         self._trainer: Trainer | None = None
         self._saver: Saver | None = None
         self._last: Manifest | None = None
+        self._begun: Key | None = None
         self._last_step = self._seen_step = 0
         self._last_s = self._asked_s = time.monotonic()
         self._asks_at = self._asked_at = 0
@@ -230,40 +229,36 @@ class DeltaCheckpoint(ModelCheckpoint):
         known: Any = trainer
         if known.fast_dev_run or self._is_fenced or not is_member():
             return
+        due_s = time.monotonic()
         self._last_step = trainer.global_step
         may_begin = self._settle(trainer, waits=waits)
         if may_begin is None:  # another run has taken over
             return
         if not may_begin:
-            self.num_skipped += 1
-            self._is_owed = True
-            self._tell_once("skipped", f"the save at step {trainer.global_step} is left out: the last is not done yet")
+            self._skipped(trainer)
             return
         self._is_owed = False
         place = trainer.global_rank, trainer.world_size
         if self._saver is not None and (self._saver.writer.rank, self._saver.writer.num_ranks) != place:
             self._drop_saver()  # the ranks have changed in this very step
         if self._saver is None:
-            self._saver = Saver(
-                Writer(
-                    self._open(),
-                    rank=trainer.global_rank,
-                    num_ranks=trainer.world_size,
-                    base_every=self._base_every,
-                    keep_last=self._keep_last,
-                )
+            writer = Writer(
+                self._open(),
+                rank=trainer.global_rank,
+                num_ranks=trainer.world_size,
+                base_every=self._base_every,
+                keep_last=self._keep_last,
             )
+            self._saver = Saver(writer, self._saved)
         plan, error = self._plan(trainer.global_step) if trainer.is_global_zero else (None, None)
         plan, is_fenced = trainer.strategy.broadcast((plan, isinstance(error, StaleWriterError)))
         self._is_fenced |= is_fenced
         state = {**dump_checkpoint(trainer), _RANKS: self._of_ranks(trainer)}
         if plan is None:
-            self._failed(error or CheckpointError(f"rank 0 could not begin to save to {self.url}"))
+            self._failed(error, self._last_step, is_teller=trainer.is_global_zero)
             return
-        try:
-            self._saver.start(plan, state)
-        except ValueError as own_error:
-            self._failed(own_error)
+        self._begun = plan.key
+        self._saver.start(plan, state, due_s)
 
     def _plan(self, step: int) -> tuple[Plan | None, CheckpointError | None]:
         assert self._saver is not None
@@ -278,49 +273,93 @@ class DeltaCheckpoint(ModelCheckpoint):
         while waits and saver is not None and not saver.wait_written(1.0):
             progress("writing a checkpoint")
         error = None if saver is None else saver.take_error()
-        own = torch.zeros(4)
-        if saver is not None:
-            own[:] = torch.tensor([saver.is_writing, saver.is_committing, error is not None, False])
-        own[3] = isinstance(error, StaleWriterError)
-        told: Tensor = trainer.strategy.reduce(own.to(trainer.strategy.root_device), reduce_op="sum")
-        is_writing, is_committing, has_failed, is_fenced = (bool(count) for count in told)
-        self._is_fenced |= is_fenced
+        is_busy, first = self._agree(trainer, error)
+        has_failed = first is not None
         if has_failed and saver is not None:
             saver.abandon()
         # After a failure there is nothing left to commit; but what this rank itself still writes is not waited for.
         while saver is not None and (waits or (has_failed and saver.is_committing)) and not saver.wait(1.0):
             progress("committing a checkpoint")
+        if waits or has_failed:  # what came of it, only the rank that commits knows
+            late = None if saver is None else saver.take_error()
+            if not has_failed:
+                error = late
+            is_stale = isinstance(late, StaleWriterError)
+            is_busy, late_first = self._agree(trainer, late if is_stale or not has_failed else None)
+            first = late_first if first is None else first
         if saver is not None and saver.last is not None:
             self.num_saved += saver.last is not self._last
             self._last = saver.last
             self.last_model_path = f"{self.url.rstrip('/')}/{manifest_path(saver.last.key)}"
-        late = None if saver is None else saver.take_error()
-        if (failure := error or late) is not None:  # now that all know of it
-            self._failed(failure)
-        elif has_failed:
-            self._failed(CheckpointError(f"saving a checkpoint to {self.url} failed on another rank"))
-        if self._is_fenced:
-            return None
-        return not is_writing and (not is_committing or has_failed or waits)
+        begun = self._begun
+        if not is_busy:
+            self._begun = None
+        if first is not None:  # now that all know of it
+            self._failed(error, begun.step if begun else self._last_step, is_teller=trainer.global_rank == first)
+        return None if self._is_fenced else not is_busy
+
+    def _agree(self, trainer: Trainer, error: Exception | None) -> tuple[bool, int | None]:
+        """Put together what the ranks know. Returns: Whether the last save goes on; the first rank where it failed."""
+        is_busy = self._saver is not None and self._saver.is_busy
+        own = torch.tensor([is_busy, error is not None, isinstance(error, StaleWriterError)], dtype=torch.float32)
+        device = trainer.strategy.root_device
+        told: Tensor = trainer.strategy.reduce(own.to(device), reduce_op="sum")
+        is_any_busy, has_failed, is_fenced = (bool(count) for count in told)
+        self._is_fenced |= is_fenced
+        if not has_failed:
+            return is_any_busy, None
+        place = torch.tensor(float(trainer.world_size - trainer.global_rank if error is not None else 0), device=device)
+        return is_any_busy, trainer.world_size - int(trainer.strategy.reduce(place, reduce_op="max").item())
 
     def _drop_saver(self) -> None:
-        if self._saver is not None:
-            self._saver.abandon()
-            self._saver.wait(_FAREWELL_S)
-            self._saver = None
+        """Give up what is being saved: the ranks have changed."""
+        saver, self._saver = self._saver, None
+        if saver is None:
+            return
+        saver.abandon()
+        saver.wait(_FAREWELL_S)
+        begun, self._begun = self._begun, None
+        is_known = saver.last is not None and saver.last.key == begun
+        if begun is not None and not is_known:
+            self.num_failed += 1
+            if self._trainer is not None and self._trainer.is_global_zero:
+                self._tell_failed(begun.step, "ranks changed", "a rank that took part in it is gone, or another came.")
 
-    def _failed(self, error: Exception) -> None:
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def _saved(self, saved: Saved) -> None:
+        manifest = saved.manifest
+        backend.report(
+            "checkpoint_saved",
+            step=manifest.key.step,
+            kind="base" if manifest.parent is None else "delta",
+            mode=manifest.mode,
+            bytes=sum(pack.num_bytes for pack in manifest.packs),
+            state_bytes=sum(stream.num_bytes for stream in manifest.streams),
+            duration_s=round(saved.duration_s, 6),
+            blocked_s=round(saved.blocked_s, 6),
+            path=f"{self.url.rstrip('/')}/{manifest_path(manifest.key)}",
+        )
+
+    def _skipped(self, trainer: Trainer) -> None:
+        self.num_skipped += 1
+        self._is_owed = True
+        if trainer.is_global_zero:
+            reason = "the last is not done yet"
+            backend.report("checkpoint_skipped", step=trainer.global_step, reason=reason, count=self.num_skipped)
+
+    def _failed(self, error: Exception | None, step: int, *, is_teller: bool) -> None:
         self.num_failed += 1
-        cause = f"{error.operation} {error.reason}" if isinstance(error, StoreError) else type(error).__name__
-        self._tell_once(cause, f"a checkpoint could not be saved to {self.url}: {error}")
-        self._is_fenced |= isinstance(error, StaleWriterError)
+        error = error or CheckpointError(f"saving a checkpoint to {self.url} failed on another rank")
+        if is_teller:
+            cause = f"{error.operation} {error.reason}" if isinstance(error, StoreError) else type(error).__name__
+            self._tell_failed(step, cause, str(error))
         if self._strict:
             raise error
 
-    def _tell_once(self, cause: str, message: str) -> None:
+    def _tell_failed(self, step: int, cause: str, detail: str) -> None:
         self._causes[cause] += 1
-        if self._causes[cause] == 1:
-            _log.warning("DeltaCheckpoint: %s (told once; the counts are in num_skipped and num_failed)", message)
+        backend.report("checkpoint_failed", step=step, cause=cause, detail=detail, count=self._causes[cause])
 
     # -- what only as many ranks can go on with -----------------------------------------------------------------------
 

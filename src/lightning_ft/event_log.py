@@ -218,6 +218,8 @@ def describe(event: str, fields: dict[str, Any]) -> tuple[int, str]:
     level, template = _SENTENCES.get(event, (logging.INFO, event.replace("_", " ")))
     if event == "member_exited" and fields.get("status"):
         level = logging.INFO
+    if event in _TOLD_ONCE and fields.get("count", 1) != 1:
+        level = logging.DEBUG
     rest = ", ".join(f"{name}={_brief(value)}" for name, value in fields.items() if f"{{{name}}}" not in template)
     try:
         sentence = template.format_map({name: _brief(value) for name, value in fields.items()})
@@ -242,6 +244,16 @@ _SENTENCES: dict[str, tuple[int, str]] = {
         "{missing} died during a {stage}: the others have evaluated all of their share, {num_samples} samples",
     ),
     "evaluation_incomplete": (logging.WARNING, "the {stage} covers {coverage} of the data: {missing} died during it"),
+    "checkpoint_saved": (
+        logging.INFO,
+        "step {step} is saved ({kind}): {bytes} bytes in {duration_s} s; training stood still for {blocked_s} s",
+    ),
+    "checkpoint_skipped": (logging.WARNING, "the save at step {step} is left out: {reason}"),
+    "checkpoint_failed": (logging.WARNING, "step {step} could not be saved: {detail}"),
+    "checkpoint_restored": (
+        logging.INFO,
+        "step {step} is restored from {source} in {duration_s} s; {steps_lost} steps are lost",
+    ),
     "failed": (logging.WARNING, "the process fails with {exception}"),
     "member_joined": (logging.DEBUG, "joined the job"),
     "join_declined": (logging.WARNING, "can't join: {reason}"),
@@ -263,6 +275,10 @@ _SENTENCES: dict[str, tuple[int, str]] = {
     "job_stopped": (logging.INFO, "training is over: {reason}"),
 }
 """Level and sentence per event; one that isn't here is said by its name. Fields outside the sentence are appended."""
+
+
+_TOLD_ONCE = {"checkpoint_skipped", "checkpoint_failed"}
+"""A person is told the first of many alike; the file has all."""
 
 
 def _tail(path: Path) -> set[str]:

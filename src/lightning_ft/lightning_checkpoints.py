@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from lightning.pytorch.plugins import CheckpointIO
 from typing_extensions import override
 
 from lightning_ft.checkpoint.chain import published_keys
-from lightning_ft.checkpoint.records import MANIFESTS, Key
+from lightning_ft.checkpoint.records import MANIFESTS, Key, manifest_path
 from lightning_ft.checkpoint.restore import restore
 from lightning_ft.checkpoint.store import open_store
+from lightning_ft.comm import backend
+from lightning_ft.lightning_internals import rank_zero_rank
 
 
 class DeltaCheckpointIO(CheckpointIO):
@@ -48,8 +51,19 @@ class DeltaCheckpointIO(CheckpointIO):
             loaded: dict[str, Any] = self._other.load_checkpoint(path, map_location, weights_only)
             return loaded
         url, key = found
+        started_s = time.monotonic()
         store = open_store(url, **self._storage_options)
-        state: dict[str, Any] = restore(store, key=key, weights_only=weights_only is not False).state
+        restored = restore(store, key=key, weights_only=weights_only is not False)
+        if not rank_zero_rank():
+            backend.report(
+                "checkpoint_restored",
+                step=restored.manifest.key.step,
+                source="storage",
+                steps_lost=restored.num_steps_lost,
+                duration_s=round(time.monotonic() - started_s, 6),
+                path=f"{store.url}/{manifest_path(restored.manifest.key)}",
+            )
+        state: dict[str, Any] = restored.state
         return state
 
     @override

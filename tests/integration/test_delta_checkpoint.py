@@ -54,9 +54,22 @@ def test_kill_in_saves(tmp_path: pathlib.Path) -> None:
     assert all(not verdict.problems for verdict in verdicts), verdicts
     state = load(store)
     assert state["global_step"] == 40
+    told = [event for event in jobs.read_lines(tmp_path / "events.jsonl") if event["event"].startswith("checkpoint_")]
+    lost = [(event["step"], event["cause"]) for event in told if event["event"] == "checkpoint_failed"]
+    assert {cause for _, cause in lost} == {"ranks changed"}, told
+    saved = [event for event in told if event["event"] == "checkpoint_saved"]
+    assert not {step for step, _ in lost} & {event["step"] for event in saved}
+    assert {event["step"] for event in told} == set(range(5, 41, 5))
+    kept = {str(verdict.key): verdict.key.step for verdict in verdicts}
+    assert {event["path"].rpartition("/")[2]: event["step"] for event in saved[-3:]}.items() <= kept.items()
+    assert all(0 < event["blocked_s"] <= event["duration_s"] for event in saved)
+    assert all(event["kind"] == "base" or event["bytes"] < event["state_bytes"] for event in saved)
     after = _fit(tmp_path, 41, num_records=tuple(map(len, records)))
     assert {rank[0]["hash"] for rank in after} == {weights_hash(state["state_dict"])}
     assert after[0][0]["step"] == 40
+    restored = jobs.read_lines(tmp_path / "events.jsonl")
+    (restored,) = [event for event in restored if event["event"] == "checkpoint_restored"]
+    assert (restored["step"], restored["source"], restored["steps_lost"]) == (40, "storage", 0)
 
 
 def test_with_stock_ddp(tmp_path: pathlib.Path) -> None:

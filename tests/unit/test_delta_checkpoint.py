@@ -174,14 +174,21 @@ def test_storage_that_fails_does_not_stop_a_fit(tmp_path: pathlib.Path, caplog: 
     """It is counted, and told once; `strict` raises; when it is mended, saving goes on."""
     (tmp_path / "file").touch()
     saves = lightning_ft.DeltaCheckpoint(tmp_path / "file" / "run", every_n_epochs=1)
-    with caplog.at_level(logging.WARNING, "lightning_ft"):
+    with caplog.at_level(logging.DEBUG, "lightning_ft"):
         model = _fit(tmp_path, saves, max_epochs=3)
     assert len(model.seen) == 30
     assert (saves.num_saved, saves.num_failed) == (0, 3)
-    assert len([record for record in caplog.records if "could not be saved" in record.message]) == 1
+    told = [(record.levelno, record.message) for record in caplog.records if record.name == "lightning_ft"]
+    assert [level for level, text in told] == [logging.WARNING, logging.DEBUG, logging.DEBUG]
+    assert "step 30 could not be saved: " in told[2][1]
+    assert "cause=create ENOTDIR, count=3" in told[2][1]
     (tmp_path / "file").unlink()
-    _fit(tmp_path, saves, max_epochs=1)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "lightning_ft"):
+        _fit(tmp_path, saves, max_epochs=1)
     assert saves.num_saved == 1
+    (saved,) = [record.message for record in caplog.records if record.name == "lightning_ft"]
+    assert saved.startswith("step 10 is saved (base): ")
     (tmp_path / "other").touch()
     with pytest.raises(StoreError):
         _fit(tmp_path, lightning_ft.DeltaCheckpoint(tmp_path / "other" / "run", strict=True), max_epochs=1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_ft.checkpoint.records import Manifest
@@ -21,6 +22,21 @@ PATIENCE_S = 3600.0
 """So long rank 0 waits for the other ranks' shares, if nobody tells it that one will not come."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that was committed, as rank 0 saw it.
+
+    Attributes:
+        manifest: Of the checkpoint.
+        duration_s: From when it was due until it was committed.
+        blocked_s: How long of that training stood still.
+    """
+
+    manifest: Manifest
+    duration_s: float
+    blocked_s: float
+
+
 class Saver:
     """Writes one rank's share of a checkpoint at a time, and on rank 0 commits it when all shares are there.
 
@@ -28,6 +44,7 @@ class Saver:
 
     Args:
         writer: Of this rank.
+        on_saved: Called in the background, on rank 0, when a checkpoint is committed.
 
     Attributes:
         last: The last checkpoint that this rank has committed.
@@ -35,8 +52,9 @@ class Saver:
     Threads: all methods are for one thread; what they start runs in another, until `wait` says that it has ended.
     """
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: Writer, on_saved: Callable[[Saved], None] = lambda _: None) -> None:
         self.writer = writer
+        self._on_saved = on_saved
         self.last: Manifest | None = None
         self._snapshots = Snapshots(writer.rank, writer.num_ranks)
         self._thread: threading.Thread | None = None
@@ -47,41 +65,47 @@ class Saver:
     @property
     def is_writing(self) -> bool:
         """Whether this rank's share is not written yet."""
-        return self._is_running and not self._is_written.is_set()
+        return self.is_busy and not self._is_written.is_set()
 
     @property
     def is_committing(self) -> bool:
         """Whether this is rank 0 and waits for the others, or commits."""
-        return self._is_running and self._is_written.is_set()
+        return self.is_busy and self._is_written.is_set()
 
     @property
-    def _is_running(self) -> bool:
+    def is_busy(self) -> bool:
+        """Whether anything runs in the background."""
         return self._thread is not None and self._thread.is_alive()
 
     def take_error(self) -> Exception | None:
         """Return why the last save failed, once."""
-        if self._is_running:
+        if self.is_busy:
             return None
         error, self._error = self._error, None
         return error
 
-    def start(self, plan: Plan, state: Mapping[Any, Any]) -> None:
-        """Copy this rank's share of the state, and write it in the background.
+    def start(self, plan: Plan, state: Mapping[Any, Any], due_s: float) -> None:
+        """Copy this rank's share of the state, and write it in the background; errors are for `take_error`.
 
         Args:
             plan: Rank 0's.
             state: May change once this has returned.
-
-        Raises:
-            ValueError: The state can't be stored.
+            due_s: When training stopped for it, by the monotonic clock.
         """
-        assert not self._is_running, "one at a time"
-        flat = self._snapshots.take(state)
+        assert not self.is_busy, "one at a time"
         self._is_written.clear()
         self._is_abandoned.clear()
         self._error = None
+        try:
+            flat = self._snapshots.take(state)
+        except ValueError as error:  # as any other: the other ranks have to learn of it
+            self._error = error
+            return
         self._thread = threading.Thread(
-            target=self._run, args=(plan, flat), name="lightning_ft checkpoint", daemon=True
+            target=self._run,
+            args=(plan, flat, due_s, time.monotonic() - due_s),
+            name="lightning_ft checkpoint",
+            daemon=True,
         )
         self._thread.start()
 
@@ -102,22 +126,24 @@ class Saver:
         """Wait until nothing runs in the background. Returns: Whether that is so."""
         if self._thread is not None:
             self._thread.join(timeout_s)
-        return not self._is_running
+        return not self.is_busy
 
     # -- in the background --------------------------------------------------------------------------------------------
 
-    def _run(self, plan: Plan, flat: FlatState) -> None:
+    def _run(self, plan: Plan, flat: FlatState, due_s: float, blocked_s: float) -> None:
         try:
             reach("save.enter")
             self.writer.write(plan, flat)
             self._is_written.set()
             reach("save.written")
             if self.writer.rank == 0:
-                self._commit(plan)
+                self.last = self._commit(plan)
+                self._on_saved(Saved(self.last, time.monotonic() - due_s, blocked_s))
+                reach("save.committed")
         except Exception as error:  # noqa: BLE001 - whatever it is, `take_error` hands it over
             self._error = error
 
-    def _commit(self, plan: Plan) -> None:
+    def _commit(self, plan: Plan) -> Manifest:
         pause_s, deadline_s = _FIRST_LOOK_S, time.monotonic() + PATIENCE_S
         while missing := self.writer.missing_ranks(plan):
             if self._is_abandoned.is_set() or time.monotonic() > deadline_s:
@@ -128,5 +154,4 @@ class Saver:
             self._is_abandoned.wait(pause_s)
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
         reach("save.commit")
-        self.last = self.writer.conclude(plan)
-        reach("save.committed")
+        return self.writer.conclude(plan)

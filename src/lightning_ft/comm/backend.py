@@ -26,6 +26,7 @@ from lightning_ft.config import Settings
 from lightning_ft.coordinator.channel import reachable_host
 from lightning_ft.coordinator.client import MembershipClient
 from lightning_ft.errors import LaunchError
+from lightning_ft.event_log import describe
 from lightning_ft.membership.ids import from_ranges
 
 _NEEDED = ("COORDINATOR", "TOKEN", "MEMBER", "EXPECTED")
@@ -50,6 +51,20 @@ def progress(doing: str) -> None:
 def is_member() -> bool:
     """Whether this process takes part: not while it waits to join, nor once it has left. True if there is no job."""
     return _ring is None or not _ring.is_outside
+
+
+def report(event: str, **fields: object) -> None:
+    """Put a line into the job's event log, from any thread; where there is no job, say it on the console.
+
+    Args:
+        event: Its name, `snake_case`.
+        fields: Scalars or sequences of them.
+    """
+    if _ring is None:
+        level, sentence = describe(event, fields)
+        logging.getLogger("lightning_ft").log(level, "%s", sentence)
+    elif not _ring.is_outside and os.getpid() == _pid:
+        _ring.report(event, **fields)
 
 
 def confirm_membership(*, waits_for_coordinator: bool = True) -> None:
