@@ -626,6 +626,10 @@ HANDLERS: dict[str, Callable[[History, _Line], None]] = {
 
 ONLY_TOLD = frozenset(
     {
+        "checkpoint_failed",
+        "checkpoint_restored",
+        "checkpoint_saved",
+        "checkpoint_skipped",
         "coordinator_restarted",
         "evaluation_incomplete",
         "evaluation_redealt",
