@@ -159,6 +159,18 @@ class Incident:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was saved; fields as in `checkpoint_saved`, None if they are missing there."""
+
+    time_s: float
+    step: int | None
+    kind: str
+    size_bytes: int | None
+    duration_s: float | None
+    blocked_s: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Sentence:
     """An event in words for a person; `level` as in `logging`."""
 
@@ -186,6 +198,9 @@ class History:
         members: By logical id.
         views: In order.
         incidents: In order.
+        checkpoints: In order.
+        num_checkpoints_failed: Saves that failed or were given up.
+        num_checkpoints_skipped: Saves that were left out.
         silent_nodes: Nodes whose agent is silent, and since when.
         sentences: The latest events.
         num_events: Lines that were understood.
@@ -206,6 +221,9 @@ class History:
         self.members: dict[str, Member] = {}
         self.views: list[View] = []
         self.incidents: list[Incident] = []
+        self.checkpoints: list[Checkpoint] = []
+        self.num_checkpoints_failed = 0
+        self.num_checkpoints_skipped = 0
         self.silent_nodes: dict[int, float] = {}
         self.sentences: collections.deque[Sentence] = collections.deque(maxlen=MAX_SENTENCES)
         self.num_events = 0
@@ -564,6 +582,20 @@ def _on_node_heard(history: History, line: _Line) -> None:
     history.silent_nodes.pop(node, None)
 
 
+def _on_checkpoint_saved(history: History, line: _Line) -> None:
+    step, kind, size_bytes = line.count("step"), line.text("kind"), line.count("bytes")
+    duration_s, blocked_s = line.number("duration_s"), line.number("blocked_s")
+    history.checkpoints.append(Checkpoint(line.time_s, step, kind, size_bytes, duration_s, blocked_s))
+
+
+def _on_checkpoint_failed(history: History, _line: _Line) -> None:
+    history.num_checkpoints_failed += 1
+
+
+def _on_checkpoint_skipped(history: History, _line: _Line) -> None:
+    history.num_checkpoints_skipped += 1
+
+
 def _on_job_stopped(history: History, line: _Line) -> None:
     history.reason = line.text("reason")
     _stop(history, line)
@@ -620,16 +652,16 @@ HANDLERS: dict[str, Callable[[History, _Line], None]] = {
     "straggler_recovered": _on_straggler_recovered,
     "node_silent": _on_node_silent,
     "node_heard": _on_node_heard,
+    "checkpoint_saved": _on_checkpoint_saved,
+    "checkpoint_failed": _on_checkpoint_failed,
+    "checkpoint_skipped": _on_checkpoint_skipped,
     "job_stopped": _on_job_stopped,
     "job_finished": _on_job_finished,
 }
 
 ONLY_TOLD = frozenset(
     {
-        "checkpoint_failed",
         "checkpoint_restored",
-        "checkpoint_saved",
-        "checkpoint_skipped",
         "coordinator_restarted",
         "evaluation_incomplete",
         "evaluation_redealt",

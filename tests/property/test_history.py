@@ -49,6 +49,10 @@ known = st.one_of(
     _event("straggler_recovered", about=True),
     _event("node_silent", node=st.integers(0, 2), late_s=seconds),
     _event("failed", about=True, exception=st.text()),
+    _event(
+        "checkpoint_saved", about=True, kind=st.text(), bytes=st.integers(0, 10**12), duration_s=st.none() | seconds
+    ),
+    _event("checkpoint_failed", about=True, count=st.integers(1, 3)),
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lightning_ft.history import History, MemberState, Outcome, histories
+from lightning_ft.history import Checkpoint, History, MemberState, Outcome, histories
 
 STORY = """
 0 job_started members=0/0,0/1,1/0 g0
@@ -22,6 +22,8 @@ STORY = """
 70 view_suspended 1/0 reason=1/0_parked:_join g2
 70 member_joined 0/0 incarnation=2 host=one pid=12 g3
 70 view_committed members=0/1,1/0,0/0 g3 reason=joined
+60 checkpoint_saved 0/1 step=50 kind=base bytes=100 duration_s=2.0 blocked_s=0.5 g2
+65 checkpoint_failed 0/1 step=55 cause=ENOSPC count=1 g2
 71 members_admitted 0/1 latency_s=1.0 park_s=0.5 rebuild_s=0.0 settle_s=0.5 rounds=1 step=58 joined=0/0 g3
 110 job_stopped reason=all g3
 112 member_exited 0/1 status=0 detail=exited g3
@@ -117,3 +119,9 @@ def test_a_stop_that_only_a_part_of_the_job_said_is_none() -> None:
     assert history.stopped_s is None
     assert [incident.outcome for incident in history.incidents] == [Outcome.RECOVERED, Outcome.ADMITTED]
     assert history.incidents[0].ended_s == 52
+
+
+def test_checkpoints_are_listed_and_failures_counted(history: History) -> None:
+    """What a save cost, and how many came to nothing."""
+    assert history.checkpoints == [Checkpoint(60, 50, "base", 100, 2.0, 0.5)]
+    assert (history.num_checkpoints_failed, history.num_checkpoints_skipped) == (1, 0)
