@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ft.checkpoint.chain import published_keys
+from lightning_ft.checkpoint.manifests import published_keys
 from lightning_ft.checkpoint.records import LOSSLESS, Key, Manifest, manifest_path
 from lightning_ft.checkpoint.saver import Saved, Saver
 from lightning_ft.checkpoint.store import open_store

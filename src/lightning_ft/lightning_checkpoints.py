@@ -13,7 +13,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import CheckpointIO
 from typing_extensions import override
 
-from lightning_ft.checkpoint.chain import published_keys
+from lightning_ft.checkpoint.manifests import published_keys
 from lightning_ft.checkpoint.records import MANIFESTS, Key, manifest_path
 from lightning_ft.checkpoint.restore import restore
 from lightning_ft.checkpoint.store import open_store

@@ -12,7 +12,7 @@ import torch
 from checkpoint_twin import DictStore, assert_same, nothing
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lightning_ft.checkpoint import chain, restore
+from lightning_ft.checkpoint import manifests, restore
 from lightning_ft.checkpoint.records import Key, Manifest, manifest_path, pack_path
 from lightning_ft.checkpoint.writer import Writer
 from lightning_ft.errors import CheckpointDamagedError, CheckpointNotFoundError, StoreError
@@ -49,7 +49,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     def record(self, key: Key) -> None:
         self.saved[key] = copy.deepcopy(self.state)
         try:
-            self.links[key] = links = chain.read_chain(self.store, key)
+            self.links[key] = links = manifests.read_chain(self.store, key)
         except CheckpointDamagedError:  # its base was damaged, which nobody has noticed yet
             return
         self.needs[key] = {manifest_path(link.key) for link in links} | {

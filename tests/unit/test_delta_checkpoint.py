@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ft
 from lightning_ft.checkpoint import Writer, load
-from lightning_ft.checkpoint.chain import published_keys
+from lightning_ft.checkpoint.manifests import published_keys
 from lightning_ft.checkpoint.store import open_store
 from lightning_ft.config import checkpoint_interval
 from lightning_ft.errors import StaleWriterError, StoreError

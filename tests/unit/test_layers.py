@@ -81,6 +81,7 @@ FORBIDDEN = {
     "data": {"aiohttp", "lightning"},
     "checkpoint": {"aiohttp", "lightning"},
     "checkpoint.claims": {"blosc2", "numpy", "torch"},
+    "checkpoint.manifests": {"blosc2", "numpy", "torch"},
     "checkpoint.store": {"blosc2", "numpy", "torch"},
     "checkpoint.stores": {"blosc2", "numpy", "torch"},
 }

@@ -6,15 +6,9 @@ import dataclasses
 import logging
 from typing import Any
 
-from lightning_ft.checkpoint.chain import (
-    check_stored_bytes,
-    missing_is_damage,
-    opened,
-    published_keys,
-    read_chain,
-    read_contents,
-)
+from lightning_ft.checkpoint.chain import check_stored_bytes, read_contents
 from lightning_ft.checkpoint.format import load_footer
+from lightning_ft.checkpoint.manifests import missing_is_damage, opened, published_keys, read_chain
 from lightning_ft.checkpoint.records import LATEST, Key, Manifest, footer_path, manifest_path
 from lightning_ft.checkpoint.store import Store
 from lightning_ft.checkpoint.tree import unflatten

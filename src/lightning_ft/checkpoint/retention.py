@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from lightning_ft.checkpoint.chain import check_coverage, check_stored_bytes, published_keys, read_chain
+from lightning_ft.checkpoint.chain import check_stored_bytes
 from lightning_ft.checkpoint.claims import Claim
+from lightning_ft.checkpoint.manifests import check_coverage, published_keys, read_chain
 from lightning_ft.checkpoint.records import DATA, Key, Manifest, data_key, footer_path, manifest_path, pack_path
 from lightning_ft.checkpoint.store import Store
 from lightning_ft.errors import CheckpointDamagedError

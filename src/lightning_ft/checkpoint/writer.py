@@ -21,7 +21,6 @@ from typing import Any
 import blosc2
 import torch
 
-from lightning_ft.checkpoint.chain import check_coverage, opened, published_keys
 from lightning_ft.checkpoint.claims import Claim, claim_generation
 from lightning_ft.checkpoint.format import (
     document_hash,
@@ -30,6 +29,7 @@ from lightning_ft.checkpoint.format import (
     state_hash,
     tensors_hash,
 )
+from lightning_ft.checkpoint.manifests import check_coverage, opened, published_keys
 from lightning_ft.checkpoint.records import (
     BITWISE,
     FRAME_BYTES,

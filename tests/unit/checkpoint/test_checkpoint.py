@@ -15,7 +15,7 @@ import torch
 from checkpoint_twin import DictStore, assert_same, nothing
 
 import lightning_ft.checkpoint
-from lightning_ft.checkpoint import chain, restore, writer
+from lightning_ft.checkpoint import chain, manifests, restore, writer
 from lightning_ft.checkpoint import format as fmt
 from lightning_ft.checkpoint.records import CHUNK_BYTES, LATEST, Key, Manifest, manifest_path
 from lightning_ft.checkpoint.stores.base import Attempt
@@ -191,7 +191,7 @@ def test_each_flipped_bit_and_each_truncation_is_detected(caplog: pytest.LogCapt
         if expected_key is None or path.endswith("footer"):
             continue
         num_files += 1
-        manifest = chain.read_manifest(store, Key(2, int(expected_key[-1])))[0]
+        manifest = manifests.read_manifest(store, Key(2, int(expected_key[-1])))[0]
         for bit in range(8 * len(data)):
             damaged = bytearray(data)
             damaged[bit // 8] ^= 1 << bit % 8
@@ -209,7 +209,7 @@ def test_each_flipped_bit_and_each_truncation_is_detected(caplog: pytest.LogCapt
 
 
 def check_own_bytes(store: DictStore, manifest: Manifest) -> None:
-    chain.read_manifest(store, manifest.key)
+    manifests.read_manifest(store, manifest.key)
     chain.check_stored_bytes(store, manifest)
 
 
@@ -386,7 +386,7 @@ def test_any_number_of_ranks_writes_what_one_reads(num_ranks: int) -> None:
     for step in (1, 2):
         save_together(writers, step, large(step))
         assert_same(lightning_ft.checkpoint.load(store), large(step))
-    manifest = chain.read_manifest(store, Key(0, 1))[0]
+    manifest = manifests.read_manifest(store, Key(0, 1))[0]
     shares = [
         sum(frame.num_bytes for pack, _, frame in manifest.located() if pack.rank == rank) for rank in range(num_ranks)
     ]
@@ -395,7 +395,7 @@ def test_any_number_of_ranks_writes_what_one_reads(num_ranks: int) -> None:
     for step in (3, 4):
         save_together(others, step, large(step))
         assert_same(restored(store), (step, large(step)))
-    assert [chain.read_manifest(store, Key(1, step))[0].depth for step in (3, 4)] == [0, 1]
+    assert [manifests.read_manifest(store, Key(1, step))[0].depth for step in (3, 4)] == [0, 1]
 
 
 def test_rank_that_is_new_writes_its_share_by_itself() -> None:
@@ -406,7 +406,7 @@ def test_rank_that_is_new_writes_its_share_by_itself() -> None:
     writers[1] = Writer(store, rank=1, num_ranks=2)
     save_together(writers, 2, large(2))
     assert_same(lightning_ft.checkpoint.load(store), large(2))
-    manifest = chain.read_manifest(store, Key(0, 2))[0]
+    manifest = manifests.read_manifest(store, Key(0, 2))[0]
     codecs = {rank: {f.codec for pack, _, f in manifest.located() if pack.rank == rank} for rank in range(2)}
     assert codecs[0] & {"unchanged", "xor-blosc2"}
     assert not codecs[1] & {"unchanged", "xor-blosc2"}
@@ -428,7 +428,7 @@ def test_checkpoint_is_not_committed_before_all_ranks_have_written() -> None:
     save_together(writers, 1, tiny(1))
     assert_same(restored(store), (1, tiny(1)))
     assert any("a0.r0" in path for path in store.files)
-    assert chain.read_manifest(store, Key(0, 1))[0].attempt == 1
+    assert manifests.read_manifest(store, Key(0, 1))[0].attempt == 1
 
 
 def test_ranks_with_different_states_are_not_committed() -> None:
@@ -440,7 +440,7 @@ def test_ranks_with_different_states_are_not_committed() -> None:
     writers[1].write(plan, {"other": torch.zeros(3)})
     with pytest.raises(CheckpointError, match="ranks 0 and 1 wrote different states"):
         writers[0].commit(plan)
-    assert not restore.published_keys(store)
+    assert not manifests.published_keys(store)
 
 
 def test_pack_that_vanished_is_not_committed() -> None:
@@ -598,7 +598,7 @@ def test_save_that_fails_anywhere_leaves_what_was_there(base_every: int | None) 
         assert_same(restored(store), (5, tiny(5)))
         saver.save(6, tiny(6))
         left = {path.split("/")[1] for path in store.files if path.startswith("data/")}
-        assert left == {str(key) for key in restore.published_keys(store)}, "what failed was swept"
+        assert left == {str(key) for key in manifests.published_keys(store)}, "what failed was swept"
 
 
 def test_each_prefix_of_saves_and_retentions_loads() -> None:
@@ -613,7 +613,7 @@ def test_each_prefix_of_saves_and_retentions_loads() -> None:
     num_published = 0
     for files in prefixes:
         prefix = DictStore(files)
-        keys = restore.published_keys(prefix)
+        keys = manifests.published_keys(prefix)
         for key in keys:
             num_published += 1
             assert_same(restore.restore(prefix, key=key).state, tiny(key.step))
@@ -631,7 +631,7 @@ def test_each_prefix_of_saves_and_retentions_loads() -> None:
         resumed.save(21, tiny(21))
         assert_same(restored(after), (21, tiny(21)))
         left = {path.split("/")[1] for path in after.files if path.startswith("data/")}
-        assert left == {str(key) for key in restore.published_keys(after)}
+        assert left == {str(key) for key in manifests.published_keys(after)}
 
 
 def test_keep_last_keeps_two_bases() -> None:
@@ -641,7 +641,7 @@ def test_keep_last_keeps_two_bases() -> None:
     kept = []
     for step in range(1, 12):
         saver.save(step, tiny(step))
-        kept.append([key.step for key in restore.published_keys(store)])
+        kept.append([key.step for key in manifests.published_keys(store)])
     assert kept == [
         [1],
         [2, 1],
