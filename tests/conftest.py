@@ -17,6 +17,8 @@ hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI", "").lower() not in ("", "0", "false") else "dev")
 
+# Each of the many processes that tests start would compile the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 LIGHT = (
     "test_agent.py",

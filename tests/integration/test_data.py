@@ -78,7 +78,7 @@ def test_a_fit_goes_on_where_its_checkpoint_was_made(tmp_path: pathlib.Path) -> 
     """
     program = ["lightning_fit.py", "--epochs", "1", "--devices", "3"]
     faults = {"LIGHTNING_FT_FAIL_AT": "0/1=reduction.enter@5", "LIGHTNING_FT_ON_RESIZE": "keep_global_batch"}
-    with jobs.running_script(tmp_path / "1", [*program, "--workers", "1", "--save-every", "9"], faults) as job:
+    with jobs.running_fit(tmp_path / "1", 3, [*program, "--workers", "1", "--save-every", "9"], faults) as job:
         assert job.finish() == 0, job.output()
         contributors = jobs.contributors_by_events(job.events(), 9)
         steps: dict[int, list[int]] = collections.defaultdict(list)
@@ -90,7 +90,7 @@ def test_a_fit_goes_on_where_its_checkpoint_was_made(tmp_path: pathlib.Path) -> 
     counts = collections.Counter(index for indices in steps.values() for index in indices)
     saved = str(tmp_path / "1/saved/step=9.ckpt")
     program += ["--resume", saved]
-    with jobs.running_script(tmp_path / "2", program, {"LIGHTNING_FT_UNEVEN": "exact"}) as job:
+    with jobs.running_fit(tmp_path / "2", 3, program, {"LIGHTNING_FT_UNEVEN": "exact"}) as job:
         assert job.finish() == 0, job.output()
         for member in ("0/0", "0/1", "0/2"):
             lines = [line for line in job.records(member) if line["event"] == "training_step"]

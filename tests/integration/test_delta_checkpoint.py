@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
-import sys
+import shutil
 from typing import Any
 
 from lightning_ft.checkpoint import load, verify
@@ -17,30 +15,35 @@ MEMBERS = ("0/0", "0/1", "0/2")
 
 
 def _fit(
-    out: pathlib.Path, steps: int, *flags: str, fails: str = "", num_records: tuple[int, ...] = (0, 0, 0)
+    out: pathlib.Path,
+    steps: int,
+    *flags: str,
+    num_members: int = 3,
+    fails: str = "",
+    num_records: tuple[int, ...] = (0, 0, 0),
 ) -> list[list[dict[str, Any]]]:
     """Run a fit to its end. Returns: What each member wrote, after the records that were there."""
-    settings = {"LIGHTNING_FT_FAIL_AT": fails}
-    with jobs.running_script(out, ["delta_fit.py", str(steps), *flags], settings) as job:
+    program = ["delta_fit.py", str(steps), "--devices", str(num_members), *flags]
+    with jobs.running_fit(out, num_members, program, {"LIGHTNING_FT_FAIL_AT": fails}) as job:
         assert job.finish() == 0, job.output()
         return [job.records(member)[start:] for member, start in zip(MEMBERS, num_records, strict=True)]
 
 
 def test_a_resumed_fit_is_bitwise_the_one_that_was_not_interrupted(tmp_path: pathlib.Path) -> None:
     """In the middle of an epoch, with every rank's random numbers; and fewer ranks train on what is left of it."""
-    whole = _fit(tmp_path / "whole", 31, "--wait", "--every", "7")
-    first = _fit(tmp_path / "parts", 14, "--wait", "--every", "7")
-    second = _fit(tmp_path / "parts", 31, "--wait", "--every", "7", num_records=tuple(map(len, first)))
-    assert [one + two for one, two in zip(first, second, strict=True)] == whole
+    whole = _fit(tmp_path / "whole", 25, "--wait", "--every", "9")
+    shutil.copytree(tmp_path / "whole" / "run", tmp_path / "parts" / "run")
+    resumed = _fit(tmp_path / "parts", 38, "--wait", "--every", "9")
+    assert [records[:7] for records in resumed] == [records[18:] for records in whole]
     url = str(tmp_path / "parts" / "run")
     state = load(url)
-    assert state["global_step"] == 28
+    assert state["global_step"] == 36
     assert all(not verdict.problems for verdict in verify(open_store(url), deep=True))
-    fewer = _fit(tmp_path / "parts", 32, "--devices", "2", num_records=tuple(map(len, whole)))
-    assert fewer[0][0]["step"] == 28
+    fewer = _fit(tmp_path / "parts", 43, num_members=2, num_records=tuple(map(len, resumed)))
+    assert fewer[0][0]["step"] == 36
     assert fewer[0][0]["hash"] == weights_hash(state["state_dict"])
-    of_epoch = [line for records in whole for line in records if 20 <= line["step"] < 28]
-    of_epoch += [line for records in fewer for line in records if line["step"] <= 30]
+    of_epoch = [line for records in resumed for line in records if 30 <= line["step"] < 36]
+    of_epoch += [line for records in fewer for line in records if line["step"] <= 41]
     assert sorted(sample for line in of_epoch for sample in line["samples"]) == list(range(NUM_SAMPLES))
 
 
@@ -64,8 +67,8 @@ def test_kill_in_saves(tmp_path: pathlib.Path) -> None:
     assert {event["path"].rpartition("/")[2]: event["step"] for event in saved[-3:]}.items() <= kept.items()
     assert all(0 < event["blocked_s"] <= event["duration_s"] for event in saved)
     assert all(event["kind"] == "base" or event["bytes"] < event["state_bytes"] for event in saved)
-    after = _fit(tmp_path, 41, num_records=tuple(map(len, records)))
-    assert {rank[0]["hash"] for rank in after} == {weights_hash(state["state_dict"])}
+    after = _fit(tmp_path, 41, num_members=1, num_records=tuple(map(len, records)))
+    assert after[0][0]["hash"] == weights_hash(state["state_dict"])
     assert after[0][0]["step"] == 40
     restored = jobs.read_lines(tmp_path / "events.jsonl")
     (restored,) = [event for event in restored if event["event"] == "checkpoint_restored"]
@@ -74,23 +77,9 @@ def test_kill_in_saves(tmp_path: pathlib.Path) -> None:
 
 def test_with_stock_ddp(tmp_path: pathlib.Path) -> None:
     """The callback needs nothing of ft_ddp: each rank writes its part, and goes on with what was saved."""
-    program = pathlib.Path(__file__).parent / "programs" / "delta_fit.py"
-    for steps in ("12", "14"):
-        command = [
-            sys.executable,
-            str(program),
-            str(tmp_path),
-            steps,
-            "--strategy",
-            "ddp",
-            "--devices",
-            "2",
-            "--every",
-            "6",
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT / "src")}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-        assert done.returncode == 0, done.stderr
+    program = ["delta_fit.py", "12", "14", "--strategy", "ddp", "--devices", "2", "--every", "6"]
+    with jobs.running_script(tmp_path, program) as job:
+        assert job.finish() == 0, job.output()
     records = jobs.read_lines(tmp_path / "0.jsonl")
     assert [line["step"] for line in records] == list(range(14))
     assert load(str(tmp_path / "run"))["global_step"] == 12

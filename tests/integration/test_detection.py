@@ -180,7 +180,7 @@ def test_who_was_given_up_and_wakes_writes_nothing(tmp_path: pathlib.Path) -> No
     """Two ranks 0, one after the other, stop before a line of the log and before a checkpoint; nobody kills them."""
     program = ["lightning_fit.py", "--devices", "4"]
     faults = "0/0=commit.done@10:stop; 0/1=commit.done@12>checkpoint.save:stop"
-    with jobs.running_script(tmp_path, program, {**QUICK, "LIGHTNING_FT_FAIL_AT": faults}) as job:
+    with jobs.running_fit(tmp_path, 4, program, {**QUICK, "LIGHTNING_FT_FAIL_AT": faults}) as job:
         for count, victim in enumerate(("0/0", "0/1"), start=1):
             job.wait_until(lambda count=count: job.output().count("fault placed at") == count)
             os.kill(job.process.pid, signal.SIGSTOP)

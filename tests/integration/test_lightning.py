@@ -137,7 +137,7 @@ def test_kill_at_points_of_a_fit(tmp_path: pathlib.Path, points: list[str]) -> N
     """Whoever dies wherever in a fit, the survivors see each step once and end with whole logs and checkpoints."""
     survivors = set(_members(4)) - {point.split("=")[0] for point in points}
     program = ["lightning_fit.py", "--devices", "4", "--epochs", "3", "--test"]
-    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": "; ".join(points)}) as job:
+    with jobs.running_fit(tmp_path, 4, program, {"LIGHTNING_FT_FAIL_AT": "; ".join(points)}) as job:
         batches = check_run(job, 4, survivors)
         lost = {event["member"] for event in job.events() if event["event"] == "failure_detected"}
         assert lost == set(_members(4)) - survivors, job.output()
@@ -185,7 +185,7 @@ def test_two_at_once_and_all_but_one(tmp_path: pathlib.Path) -> None:
     """Two that die in the same step are one failure; one rank alone ends the fit."""
     faults = "0/0=commit.issued@10; 0/2=commit.issued@10; 0/1=evaluation.batch@7"
     program = ["lightning_fit.py", "--devices", "4", "--epochs", "2"]
-    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
+    with jobs.running_fit(tmp_path, 4, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
         check_run(job, 4, {"0/3"})
         output = (job.out / "output.txt").read_text()
         assert "[0/0 g1] is lost: " in output
@@ -197,7 +197,7 @@ def test_kill_with_other_kinds_of_fit(tmp_path: pathlib.Path) -> None:
     cases = ("manual", "accumulate", "batchnorm", "hook")
     faults = "0/2=commit.enter@12; 0/0=reduction.issued@30; 0/4=bucket.started@50; 0/1=reduction.done@100"
     program = ["lightning_fit.py", "--devices", "5", *(text for case in cases for text in ("--case", case))]
-    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
+    with jobs.running_fit(tmp_path, 5, program, {"LIGHTNING_FT_FAIL_AT": faults}) as job:
         ended_in = {}
         for case in cases:
             for member, batches in check_run(job, 5, {"0/3"}, case).items():
@@ -210,7 +210,7 @@ def test_too_few_are_left(tmp_path: pathlib.Path) -> None:
     """The job goes on after as many failures as are allowed; the next one reaches fit as an error that says why."""
     faults = "0/0=reduction.wait@5; 0/1=reduction.wait@15"
     environment = {"LIGHTNING_FT_FAIL_AT": faults, "LIGHTNING_FT_MAX_FAILURES": "1"}
-    with jobs.running_script(tmp_path, ["lightning_fit.py", "--devices", "4"], environment) as job:
+    with jobs.running_fit(tmp_path, 4, ["lightning_fit.py", "--devices", "4"], environment) as job:
         assert job.finish() == 1, job.output()
         output = (job.out / "output.txt").read_text()
         assert output.count("QuorumLostError: the coordinator stopped the job: 2 of 4 members are missing, ") >= 2
@@ -225,7 +225,7 @@ def test_evaluation_without_a_fit(tmp_path: pathlib.Path) -> None:
     """A test has results of all of its data, and a prediction outlives a death; what comes after is dealt anew."""
     program = ["lightning_fit.py", "--devices", "4", "--skip-fit", "--test", "--predict"]
     faults = {"LIGHTNING_FT_FAIL_AT": "0/1=evaluation.batch@2; 0/0=evaluation.batch@5"}
-    with jobs.running_script(tmp_path, program, faults) as job:
+    with jobs.running_fit(tmp_path, 4, program, faults) as job:
         assert job.finish() == 0, job.output()
         results = [[line for line in job.records(member) if line["event"] == "tested"] for member in ("0/2", "0/3")]
         assert results[0][0]["results"] == results[1][0]["results"]
@@ -248,7 +248,7 @@ def _predicted(job: jobs.Job, member: str) -> list[int]:
 def test_a_death_after_the_results_are_known_leaves_no_hole(tmp_path: pathlib.Path) -> None:
     """A member that dies while the checkpoint is saved has evaluated its share."""
     program = ["lightning_fit.py", "--devices", "3", "--epochs", "1"]
-    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": "0/0=checkpoint.saved"}) as job:
+    with jobs.running_fit(tmp_path, 3, program, {"LIGHTNING_FT_FAIL_AT": "0/0=checkpoint.saved"}) as job:
         check_run(job, 3, {"0/1", "0/2"})
         assert "evaluation_incomplete" not in {event["event"] for event in job.events()}
 
@@ -258,7 +258,7 @@ def test_what_the_dead_had_evaluated_is_evaluated_by_the_others(tmp_path: pathli
     program = ["lightning_fit.py", "--devices", "4", "--epochs", "1"]
     # Two batches of the sanity check come first; then each has three, and one of what the first one leaves.
     faults = {"LIGHTNING_FT_FAIL_AT": "0/0=evaluation.batch@5; 0/2=evaluation.batch@6"}
-    with jobs.running_script(tmp_path, program, faults) as job:
+    with jobs.running_fit(tmp_path, 4, program, faults) as job:
         check_run(job, 4, {"0/1", "0/3"})
         (event,) = [event for event in job.events() if event["event"].startswith("evaluation_")]
         assert (event["event"], event["stage"], event["missing"]) == (
@@ -274,7 +274,7 @@ def test_what_the_dead_had_evaluated_is_evaluated_by_the_others(tmp_path: pathli
 def test_dataloader_workers_do_not_keep_the_dead_alive(tmp_path: pathlib.Path) -> None:
     """Forked workers hold no socket of the ring: a killed parent is noticed although they live on for seconds."""
     program = ["lightning_fit.py", "--devices", "3", "--workers", "1"]
-    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": "0/0=reduction.issued@9"}) as job:
+    with jobs.running_fit(tmp_path, 3, program, {"LIGHTNING_FT_FAIL_AT": "0/0=reduction.issued@9"}) as job:
         check_run(job, 3, {"0/1", "0/2"})
 
 
@@ -283,7 +283,7 @@ def test_tensorboard_goes_on_after_rank_zero(tmp_path: pathlib.Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     program = ["lightning_fit.py", "--devices", "3", "--logger", "tensorboard"]
-    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_FAIL_AT": "0/0=reduction.issued@15"}) as job:
+    with jobs.running_fit(tmp_path, 3, program, {"LIGHTNING_FT_FAIL_AT": "0/0=reduction.issued@15"}) as job:
         batches = check_run(job, 3, {"0/1", "0/2"})
         (directory,) = (job.out / "logs" / "adamw").glob("version_*")
         accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})

@@ -73,7 +73,7 @@ def test_the_dead_come_back(tmp_path: pathlib.Path) -> None:
     """Two of four, rank 0 among them: with weights, optimizer, counters, callbacks and data of the others."""
     faults = "0/1=commit.done@10; 0/0=reduction.issued@25"
     program = ["lightning_fit.py", "--devices", "4", "--epochs", "16", "--hold", "--case", "batchnorm"]
-    with jobs.running_script(tmp_path, program, {**RESPAWN, "LIGHTNING_FT_FAIL_AT": faults}) as job:
+    with jobs.running_fit(tmp_path, 4, program, {**RESPAWN, "LIGHTNING_FT_FAIL_AT": faults}) as job:
         check_fit(job, 16, num_lost=2)
 
 

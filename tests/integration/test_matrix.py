@@ -215,7 +215,7 @@ def test_the_matrix(tmp_path: pathlib.Path, plan: str) -> None:
             if name == "events":
                 settings["LIGHTNING_FT_EVENT_LOG"] = str(tmp_path / name / "events.jsonl")
         program = ["matrix_fit.py", str(NUM_RANKS), *plan.split()]
-        job = stack.enter_context(jobs.running_script(tmp_path, program, settings))
+        job = stack.enter_context(jobs.running_fit(tmp_path, NUM_RANKS, program, settings))
         check_job(job, hits)
 
 

@@ -1,9 +1,10 @@
 """A fit that saves differential checkpoints, and goes on from the last one.
 
-    delta_fit.py OUT STEPS [--devices N] [--strategy ft_ddp|ddp] [--every N] [--pause S] [--wait]
+    delta_fit.py OUT STEPS... [--devices N] [--strategy ft_ddp|ddp] [--every N] [--pause S] [--wait]
 
 Each rank appends a JSON line per batch to OUT/<rank's member or number>.jsonl: the step, the samples, and the weights'
-hash before it. The checkpoints are in OUT/run. With --wait no save is left out: each batch waits for the last one.
+hash before it. The checkpoints are in OUT/run. With several STEPS there are
+as many fits, each with a Trainer of its own. With --wait no save is left out: each batch waits for the last one.
 """
 
 from __future__ import annotations
@@ -75,16 +76,22 @@ class Patience(Callback):
 
 
 def main() -> None:
-    """Fit."""
+    """Fit once, or again and again."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("steps", type=int)
+    parser.add_argument("steps", type=int, nargs="+")
     parser.add_argument("--devices", type=int, default=3)
     parser.add_argument("--strategy", default="ft_ddp")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step")
     parser.add_argument("--wait", action="store_true")
     arguments = parser.parse_args()
+    for num_steps in arguments.steps:
+        fit(arguments, num_steps)
+
+
+def fit(arguments: argparse.Namespace, num_steps: int) -> None:
+    """Fit, from the last checkpoint on if there is one."""
     L.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(NUM_SAMPLES, 8), torch.arange(NUM_SAMPLES))
     saves = lightning_ft.DeltaCheckpoint(arguments.out / "run", every_n_train_steps=arguments.every)
@@ -92,7 +99,7 @@ def main() -> None:
         accelerator="cpu",
         devices=arguments.devices,
         strategy=arguments.strategy,
-        max_steps=arguments.steps,
+        max_steps=num_steps,
         max_epochs=-1,
         logger=False,
         callbacks=[saves, *([Patience(saves)] if arguments.wait else [])],
