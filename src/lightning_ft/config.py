@@ -29,6 +29,8 @@ PAD, EXACT = UNEVEN = "pad", "exact"
 
 _LONGEST = 1800.0
 
+_LEAST = {"min_world_size": 1, "max_link_failures": 0, "max_restarts": 0, "rejoin_timeout": 0, "spares": 0}
+
 ALIASES = {
     "enable": "HCCL_FT_ENABLE",
     "checkpoint_interval": "HCCL_FT_CHECKPOINT_INTERVAL",
@@ -56,6 +58,8 @@ class Settings:
         evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
         respawn: Whether the agent starts a member again whose process failed; it then joins the job that runs.
         max_restarts: How often it does so for each logical id, >= 0.
+        rejoin_timeout: How long members that are too few to go on (`min_world_size`, `max_failures`) wait for others to
+            come back, if `respawn`, >= 0.
         max_world_size: Most members that the job may have, >= min_world_size; None: as many as it starts with.
         spares: How many more processes each agent starts, which wait to take a dead member's place, >= 0.
         on_resize: What a fit does when its ranks change: `keep`; `scale_lr`: learning rates in proportion to their
@@ -80,6 +84,7 @@ class Settings:
     evict_stragglers: bool = False
     respawn: bool = True
     max_restarts: int = 3
+    rejoin_timeout: float = 600.0
     max_world_size: int | None = None
     spares: int = 0
     on_resize: str = KEEP
@@ -91,7 +96,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for name, least in (("min_world_size", 1), ("max_link_failures", 0), ("max_restarts", 0), ("spares", 0)):
+        for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
         if self.max_failures is not None and self.max_failures < 0:
@@ -286,6 +291,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "evict_stragglers": _flag,
     "respawn": _flag,
     "max_restarts": int,
+    "rejoin_timeout": float,
     "max_world_size": _optional_int,
     "spares": int,
     "on_resize": str,

@@ -74,6 +74,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         evict_stragglers: Whether a member that takes three times the median of all for a step is given up.
         respawn: Whether a rank whose process failed is started again, to join the others.
         max_restarts: How often, for each rank.
+        rejoin_timeout: Seconds that ranks which are too few to go on wait for others to come back.
         max_world_size: Most ranks that the job may have, with those that join; None: as many as it starts with.
         spares: How many more processes each node has, ready to take the place of a rank that dies.
         on_resize: `scale_lr`: learning rates follow the number of ranks. `keep_global_batch`: steps keep their samples.
@@ -113,6 +114,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         evict_stragglers: bool | None = None,  # noqa: FBT001 - jsonargparse takes either kind
         respawn: bool | None = None,  # noqa: FBT001
         max_restarts: int | None = None,
+        rejoin_timeout: float | None = None,
         on_resize: Literal["keep", "scale_lr", "keep_global_batch"] | None = None,
         uneven: Literal["pad", "exact"] | None = None,
         max_world_size: int | None = None,
@@ -133,6 +135,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             evict_stragglers=evict_stragglers,
             respawn=respawn,
             max_restarts=max_restarts,
+            rejoin_timeout=rejoin_timeout,
             max_world_size=max_world_size,
             spares=spares,
             on_resize=on_resize,

@@ -613,7 +613,7 @@ def test_silent_coordinator_is_lost_after_the_timeout(stage: Stage) -> None:
 
 def test_lost_quorum_is_raised_in_park(stage: Stage) -> None:
     """Too few members are left: each parked one is told why."""
-    settings = Settings(min_world_size=2, heartbeat_interval=0.05, heartbeat_timeout=20, timeout=60)
+    settings = Settings(min_world_size=2, rejoin_timeout=0, heartbeat_interval=0.05, heartbeat_timeout=20, timeout=60)
     coordinator = stage.coordinator(settings, "0/0", "0/1")
     process = stage.process(coordinator, "0/1")
     client = stage.client(coordinator, "0/0")

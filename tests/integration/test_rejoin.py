@@ -15,23 +15,24 @@ MEMBERS = ("0/0", "0/1", "0/2", "0/3")
 RESPAWN = {"LIGHTNING_FT_RESPAWN": "1", "LIGHTNING_FT_MAX_RESTARTS": "5"}
 
 
-def check_full_again(job: jobs.Job, num_lost: int, **program: object) -> None:
+def check_full_again(job: jobs.Job, num_lost: int, members: tuple[str, ...] = MEMBERS, **program: object) -> None:
     """Check that a job kept every promise, and ended with all its members.
 
     Args:
         job: Of plain_loop.py with `--full`.
         num_lost: How many processes died on the way.
+        members: All of the job.
         **program: What `reference.final_weights` must know.
     """
     assert job.finish() == 0, job.output()
-    contributors = jobs.committed(job, MEMBERS)
+    contributors = jobs.committed(job, members)
     assert sorted(contributors) == list(range(len(contributors)))
     assert jobs.contributors_by_events(job.events(), len(contributors)) == contributors, job.output()
-    assert all(job.records(member)[-1]["event"] == "end" for member in MEMBERS), job.output()
+    assert all(job.records(member)[-1]["event"] == "end" for member in members), job.output()
     assert {event["event"] for event in job.events()} & {"failed", "straggler_detected"} == set(), job.output()
     assert sum(event["event"] == "failure_detected" for event in job.events()) == num_lost, job.output()
-    assert set(contributors[len(contributors) - 1]) == set(MEMBERS)
-    check_weights(job, MEMBERS, reference.final_weights(contributors, **program))  # type: ignore[arg-type]
+    assert set(contributors[len(contributors) - 1]) == set(members)
+    check_weights(job, members, reference.final_weights(contributors, **program))  # type: ignore[arg-type]
 
 
 def test_the_dead_come_back(tmp_path: pathlib.Path) -> None:
@@ -41,6 +42,17 @@ def test_the_dead_come_back(tmp_path: pathlib.Path) -> None:
         tmp_path, 4, ["plain_loop.py", "40", "--full", "--double", "--model", "batchnorm"], RESPAWN | faults
     ) as job:
         check_full_again(job, 2, model="batchnorm", dtype=torch.float64)
+
+
+def test_too_few_wait_for_the_dead(tmp_path: pathlib.Path) -> None:
+    """Whoever is left waits in the middle of its step, finishes it when the other is ready, and goes on with that."""
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@5; 0/0=reduction.enter@10"}
+    limit = {"LIGHTNING_FT_MIN_WORLD_SIZE": "2"}
+    with jobs.running(tmp_path, 2, ["plain_loop.py", "16", "--full", "--double"], RESPAWN | faults | limit) as job:
+        check_full_again(job, 2, model="mlp", dtype=torch.float64, members=MEMBERS[:2])
+        sizes = [len(contributors) for contributors in jobs.committed(job, MEMBERS[:2]).values()]
+        assert sizes.count(1) == 2, sizes
+        assert sum(event["event"] == "quorum_missing" for event in job.events()) == 2, job.output()
 
 
 def test_whoever_has_left_can_come_back(tmp_path: pathlib.Path) -> None:

@@ -22,8 +22,8 @@ incarnations = st.sampled_from([1, 1, 1, 2])
 generations = st.integers(-1, 1)
 
 
-def naive_quorum(state: State, config: Settings) -> set[str] | None:
-    """C3 word by word, without counters, order or joiners."""
+def naive_quorum(state: State, config: Settings, now_s: float) -> set[str] | None:
+    """C3 and C4a word by word, without counters or order; those that may go on, joiners not among them."""
     records = [state.members[member] for member in state.view.members]
     parked = {record.member for record in records if record.status is Status.PARKED}
     leaving = {record.member for record in records if record.status is Status.LEAVING}
@@ -32,11 +32,17 @@ def naive_quorum(state: State, config: Settings) -> set[str] | None:
     if any(record.status is Status.RUNNING for record in records) or not parked & holders:
         return None
     size = len(parked | leaving | released)
-    if size < config.min_world_size or (config.max_failures is not None and state.target - size > config.max_failures):
-        return None
     voters = {record.member for record in records if not record.is_proven} & holders - leaving - released
     if any(state.members[a].completed > state.members[b].completed for a in leaving for b in parked & holders):
         parked, voters = parked | leaving, voters | leaving
+    out = {record.member for record in state.members.scan() if record.status in (Status.GONE, Status.RELEASED)}
+    waiting = {
+        joiner.member for joiner in state.joiners.scan() if now_s - joiner.last_heard_s < config.heartbeat_timeout
+    }
+    num_places = max(0, (config.max_world_size or state.num_expected) - len(parked))
+    size += min(num_places, len(waiting & out | waiting - set(state.members)))
+    if size < config.min_world_size or (config.max_failures is not None and state.target - size > config.max_failures):
+        return None
     votes = len(parked & voters)
     wins_tie = votes * 2 == len(voters) and min(voters, key=parse_logical_id) in parked
     return parked if votes * 2 > len(voters) or wins_tie else None
@@ -59,6 +65,7 @@ class MembershipMachine(RuleBasedStateMachine):
             max_failures=max_failures,
             max_world_size=max_size,
             spares=spares,
+            rejoin_timeout=12.0,
             heartbeat_interval=1.0,
             heartbeat_timeout=3.0,
             timeout=8.0,
@@ -145,9 +152,9 @@ class MembershipMachine(RuleBasedStateMachine):
         """Against the naive twin; a view that could be formed was formed."""
         if self.state.phase is not Phase.SUSPENDED:
             return
-        members, reason = quorum(self.state, self.state.clock_s(self.now_s), self.config)
+        members, reason, _ = quorum(self.state, self.state.clock_s(self.now_s), self.config)
         assert members is None, "a view that can be formed is formed at once"
-        assert naive_quorum(self.state, self.config) is None
+        assert naive_quorum(self.state, self.config, self.state.clock_s(self.now_s)) is None
         assert reason
 
     @rule(member=names, incarnation=incarnations, behind=generations)

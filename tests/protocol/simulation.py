@@ -36,6 +36,7 @@ class Simulation:
             max_failures=self.random.choice([None, None, None, 2]),
             max_world_size=self.random.choice([None, 20]),
             spares=self.random.choice([0, 1]),
+            rejoin_timeout=self.random.choice([0.0, 4.0, 40.0]),
             **SETTINGS,  # type: ignore[arg-type]
         )
         self.max_delay_s = self.random.choice([0.01, 0.1, 0.6])

@@ -87,6 +87,7 @@ def test_a_rule_that_an_argument_breaks_names_no_variable() -> None:
 
 VALUES = {
     "min_world_size": ("2", 2),
+    "rejoin_timeout": ("60", 60.0),
     "max_failures": ("3", 3),
     "heartbeat_interval": ("0.5", 0.5),
     "heartbeat_timeout": ("20", 20.0),

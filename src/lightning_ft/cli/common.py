@@ -105,6 +105,7 @@ _FLAGS: dict[str, tuple[dict[str, Any], str]] = {
         "whether members are started again whose process failed",
     ),
     "max_restarts": ({"type": int, "metavar": "N"}, "how often, for each member"),
+    "rejoin_timeout": ({"type": float, "metavar": "S"}, "how long too few members wait for others to come back"),
     "max_world_size": ({"type": int, "metavar": "N"}, "most members, with those that join later"),
     "spares": ({"type": int, "metavar": "N"}, "processes on each node that wait to replace members"),
     "coordinator": ({"metavar": "HOST:PORT"}, "where node 0's coordinator listens"),

@@ -329,7 +329,7 @@ class Agent:
 
     async def _keep_running(self, child: _Child, start: Callable[[int, int], _Child]) -> None:
         """Follow a slot's child to its end, and start it again as often as it may be."""
-        while await self._watch(child) and self._may_restart(child):
+        while await self._watch(child):
             num_starts = self._num_starts(child)
             pause_s = _FIRST_PAUSE_S if num_starts == 1 else min(_MAX_BACKOFF_S, 2.0 ** (num_starts - 2))
             assert self._client is not None
@@ -358,16 +358,18 @@ class Agent:
         return is_wanted and not is_over and not is_cut_off
 
     async def _watch(self, child: _Child) -> bool:
-        """Follow a child to its end. Returns: Whether it failed."""
+        """Follow a child to its end. Returns: Whether it may be started again."""
         status = await end_of(child.process)
-        ended = events.Exited(child.member, child.incarnation, status, in_words(status), child.read_stacks())
+        comes_back = status != 0 and self._client is not None and self._may_restart(child)
+        stacks = child.read_stacks()
+        ended = events.Exited(child.member, child.incarnation, status, in_words(status), stacks, not comes_back)
         child.stacks.close()
         self._exits.append(ended)
         logger.debug("[%s] process %d %s", child.member, child.process.pid, ended.detail)
         if self._client is not None:
             self._client.exited(ended)
         child.end_rest(signal.SIGKILL if status else signal.SIGTERM)
-        return status != 0
+        return comes_back
 
     async def _wait(self) -> None:
         """Stay until all children ended, or had their time to do so after there was nothing more to do for them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_ft.membership import effects, events
 from lightning_ft.membership.effects import Cause
 from lightning_ft.membership.ids import in_order
+from lightning_ft.membership.quorum import lost_joiners
 from lightning_ft.membership.state import Member, Phase, Status
 from lightning_ft.membership.stragglers import judge_stragglers
 from lightning_ft.membership.transitions import Turn, conclude, gone, suspend
@@ -29,6 +30,8 @@ def judge(turn: Turn, _: events.Tick) -> None:
         suspend(turn, turn.state.view.members[0], f"all members have waited for {longest_s:g} s in a collective")
     judge_stragglers(turn)
     _drop_silent_joiners(turn)
+    if reason := lost_joiners(turn.state, turn.clock_s, turn.settings):
+        suspend(turn, turn.state.view.members[0], reason)
     conclude(turn)
 
 

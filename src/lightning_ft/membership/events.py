@@ -159,6 +159,7 @@ class Exited:
         status: Exit code, or minus the signal number.
         detail: For a person: `killed by SIGKILL`, `exited with status 1`.
         stacks: Where its threads were before it was killed; empty if nobody asked.
+        is_last: The agent will start no other process of this member.
     """
 
     member: str
@@ -166,6 +167,7 @@ class Exited:
     status: int
     detail: str
     stacks: str = ""
+    is_last: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

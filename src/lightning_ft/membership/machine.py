@@ -3,6 +3,7 @@
 One function per event, found in a table. Rules (PROTOCOL.md section 3) and where they are:
 
     C1, C3, C4, C6   `transitions`, `quorum`
+    C4a              `quorum`, `deadlines`
     C2               `_on_exited`, `_on_disconnected`, `_on_probe_refused`, `deadlines`
     C2d              `_on_failed`
     C5               `_live_sender`, `_is_stale`
@@ -250,11 +251,16 @@ def _on_probe_refused(turn: Turn, event: events.ProbeRefused) -> None:
 
 
 def _on_exited(turn: Turn, event: events.Exited) -> None:
+    known = turn.state.members.get(event.member)
+    if event.is_last and known is not None and event.incarnation >= (known.incarnation or 0):
+        turn.put(known, stays_away=True)
     member = _subject(turn, event)
     if member is not None:
         if member.incarnation is None:
             member = turn.put(member, incarnation=event.incarnation)
         _dead(turn, member, Cause.EXIT, event.detail)
+    elif event.is_last:
+        conclude(turn)
 
 
 def _on_failed(turn: Turn, event: events.Failed) -> None:

@@ -4,44 +4,74 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lightning_ft.config import Settings
 from lightning_ft.membership.ids import in_order, parse_logical_id
 from lightning_ft.membership.state import Joiner, Phase, State, Status
 
 
-def quorum(state: State, now_s: float, settings: Settings) -> tuple[tuple[str, ...] | None, str]:
+class Verdict(NamedTuple):
+    """Whether there is a next view.
+
+    Attributes:
+        members: In rank order; None: not yet.
+        reason: Why they may go on, or what is missing, for a person.
+        needs_joiners: Too few are left. If there are members, enough wait to join them at their next boundary.
+    """
+
+    members: tuple[str, ...] | None
+    reason: str
+    needs_joiners: bool = False
+
+
+def quorum(state: State, now_s: float, settings: Settings) -> Verdict:
     """Form the next view's members, or say why there is none yet.
 
     Args:
         state: In phase suspended.
         now_s: Coordinator's clock, `State.clock_s`; a joiner that is silent by now is not admitted.
-        settings: `min_world_size`, `max_failures` and `heartbeat_timeout` count.
-
-    Returns:
-        The members in rank order and why they may go on; or None and what is missing, for a person.
+        settings: `min_world_size`, `max_failures`, `max_world_size` and `heartbeat_timeout` count.
     """
     tally = state.tally
     if tally.running:
-        return None, f"{tally.running} of {len(state.view.members)} members have not parked yet"
+        return Verdict(None, f"{tally.running} of {len(state.view.members)} members have not parked yet")
     if not tally.holding:
-        return None, "no member that is left holds the state of the job"
-    present = tally.parked + tally.leaving + tally.released  # whoever leaves in peace is not missed
-    if present < settings.min_world_size:
-        return None, f"members left: {present}, min_world_size is {settings.min_world_size}"
-    missing = state.target - present
-    if settings.max_failures is not None and missing > settings.max_failures:
-        return None, f"{missing} of {state.target} members are missing, max_failures is {settings.max_failures}"
+        return Verdict(None, "no member that is left holds the state of the job")
     stayers = {Status.PARKED, Status.LEAVING} if _leavers_are_needed(state) else {Status.PARKED}
     if reason := _minority(state, stayers):
-        return None, reason
+        return Verdict(None, reason)
     members = tuple(member for member in state.view.members if state.members[member].status in stayers)
+    joiners = _admissible(state, members, now_s, settings)
+    if reason := _shortage(state, len(joiners), settings):
+        return Verdict(None, reason, needs_joiners=True)
     reason = f"{tally.parked} of {len(state.view.members)} members parked"
     if Status.LEAVING in stayers:
         reason += f", {tally.leaving} that leave hold a result that the others need"
-    elif tally.admitting == tally.parked and (joiners := _admissible(state, members, now_s, settings)):
-        return members + joiners, f"{reason}, {len(joiners)} joined"
-    return members, reason
+    elif tally.admitting == tally.parked and joiners:
+        return Verdict(members + joiners, f"{reason}, {len(joiners)} joined")
+    return Verdict(members, reason, needs_joiners=bool(_shortage(state, 0, settings)))
+
+
+def lost_joiners(state: State, now_s: float, settings: Settings) -> str:
+    """Why a healthy view that needed joiners may not go on: they are not there any more. Empty if it may."""
+    if state.phase is not Phase.HEALTHY or not state.needs_joiners:
+        return ""
+    members = [member for member in state.view.members if state.members[member].status is Status.RUNNING]
+    return _shortage(state, len(_admissible(state, members, now_s, settings)), settings)
+
+
+def _shortage(state: State, num_joiners: int, settings: Settings) -> str:
+    """Why those that are present and that many joiners are too few; empty if they are enough."""
+    tally = state.tally
+    present = tally.running + tally.parked + tally.leaving + tally.released  # whoever leaves in peace is not missed
+    ready = f", ready to join: {num_joiners}" if num_joiners else ""
+    if present + num_joiners < settings.min_world_size:
+        return f"members left: {present}{ready}, min_world_size is {settings.min_world_size}"
+    missing = state.target - present
+    if settings.max_failures is not None and missing - num_joiners > settings.max_failures:
+        return f"{missing} of {state.target} members are missing{ready}, max_failures is {settings.max_failures}"
+    return ""
 
 
 def may_lose_one(state: State, settings: Settings) -> bool:

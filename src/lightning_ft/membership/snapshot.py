@@ -15,7 +15,7 @@ from lightning_ft.membership.events import Address
 from lightning_ft.membership.state import Failure, Member, Phase, State, Status, Tally, View
 from lightning_ft.membership.table import Table
 
-_VERSION = 4
+_VERSION = 5
 
 
 def is_decision(before: State, after: State) -> bool:
@@ -43,6 +43,7 @@ def dump(state: State) -> str:
             "target": state.target,
             "num_expected": state.num_expected,
             "fingerprint": state.fingerprint,
+            "needs_joiners": state.needs_joiners,
             "reason": state.reason,
             "leave_notice": state.leave_notice,
             "is_final": state.is_final,
@@ -84,6 +85,7 @@ def load(text: str, now_s: float, timeout_s: float, start_timeout_s: float) -> S
         num_expected=saved["num_expected"],
         hang_deadline_s=now_s + patience_s if phase is Phase.SUSPENDED else None,
         no_quorum_since_s=None,
+        needs_joiners=saved["needs_joiners"],
         reason=saved["reason"],
         leave_notice=None if notice is None else (notice[0], notice[1]),
         last_tick_s=now_s,

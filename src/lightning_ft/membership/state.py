@@ -54,6 +54,7 @@ class Member:
         completed: As it said when it parked or left; without meaning if it does not hold the state.
         admits: It parked where joiners may be admitted.
         is_proven: Its process is known not to run any more; only if it is gone.
+        stays_away: Its agent has said that it will not start it again.
         waits_since_s: On the coordinator's clock, since when it waits in a collective; None: it does not.
         progress_s: On the coordinator's clock, when it last showed progress; None until it said hello.
         doing: As it last said.
@@ -78,6 +79,7 @@ class Member:
     admits: bool = False
     is_proven: bool = False
     cause: Cause | None = None
+    stays_away: bool = False
     waits_since_s: float | None = None
     progress_s: float | None = None
     doing: str = ""
@@ -210,6 +212,7 @@ class State:
         hang_deadline_s: From when a member that has not parked, and shows no progress, may count as hung; None unless
             suspended.
         no_quorum_since_s: Since when nobody is waited for and there is still no next view; None unless suspended.
+        needs_joiners: The current view may go on for the sake of joiners that wait alone (C4a).
         reason: The last reason why there is no next view, or why the job stopped; "" if there is none.
         is_final: The job stopped, and there is no use in resuming it.
         failures: By logical id; whoever never ended with an exception is not in it.
@@ -233,6 +236,7 @@ class State:
     last_tick_s: float
     skipped_s: float
     link_failures: tuple[LinkFailure, ...] = ()
+    needs_joiners: bool = False
     is_final: bool = False
     failures: Table[Failure] = dataclasses.field(default_factory=Table)
     fingerprint: str = ""

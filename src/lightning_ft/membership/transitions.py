@@ -57,8 +57,15 @@ class Turn:
 
 
 def quorum_timeout_s(settings: Settings) -> float:
-    """How long C4 waits for proofs and joiners: an agent that can kill does so well within a member's own silence."""
+    """How long C4 waits for proofs: an agent that can kill does so well within a member's own silence."""
     return settings.heartbeat_timeout
+
+
+def _rejoin_timeout_s(turn: Turn) -> float:
+    """How long C4 waits for joiners: not at all if nobody is there who might come."""
+    gone = [member for member in turn.state.members.scan() if member.status is Status.GONE]
+    is_hopeless = not turn.state.joiners and all(member.stays_away for member in gone)
+    return turn.settings.rejoin_timeout if turn.settings.respawn and not is_hopeless else 0.0
 
 
 def suspend(turn: Turn, member: str, reason: str) -> None:
@@ -127,9 +134,9 @@ def conclude(turn: Turn) -> None:
         guilty, other, count = verdict
         detail = f"its link to {other} failed {count} times in {WINDOW_S:g} s"
         gone(turn, turn.state.members[guilty], Cause.CONNECTION, detail, is_proven=False)
-    members, reason = quorum(turn.state, turn.clock_s, turn.settings)
+    members, reason, needs_joiners = quorum(turn.state, turn.clock_s, turn.settings)
     if members is not None:
-        commit(turn, members, reason)
+        commit(turn, members, reason, needs_joiners=needs_joiners)
         return
     if reason != turn.state.reason:
         turn.record("quorum_missing", reason=reason)
@@ -138,8 +145,12 @@ def conclude(turn: Turn) -> None:
     if since_s is None:
         since_s = turn.clock_s
         turn.change(no_quorum_since_s=since_s)
-    tally = turn.state.tally
-    if tally.proven == tally.gone or turn.clock_s >= since_s + quorum_timeout_s(turn.settings):
+    if needs_joiners:
+        deadline_s = since_s + _rejoin_timeout_s(turn)
+    else:
+        is_hopeless = turn.state.tally.proven == turn.state.tally.gone
+        deadline_s = since_s + (0.0 if is_hopeless else quorum_timeout_s(turn.settings))
+    if turn.clock_s >= deadline_s:
         stop(turn, reason)
 
 
@@ -172,7 +183,7 @@ def _report_links(turn: Turn) -> None:
         turn.record("link_failed", ends[0], peer=ends[1], hosts=hosts, count=totals[ends])
 
 
-def commit(turn: Turn, members: tuple[str, ...], reason: str) -> None:
+def commit(turn: Turn, members: tuple[str, ...], reason: str, *, needs_joiners: bool) -> None:
     """C3: the next view. Whoever of the old one is not in it is out for good."""
     _report_links(turn)
     old, old_members, joiners = turn.state.view, turn.state.members, turn.state.joiners
@@ -198,6 +209,7 @@ def commit(turn: Turn, members: tuple[str, ...], reason: str) -> None:
         target=max(turn.state.target - num_left, len(members)),
         hang_deadline_s=None,
         no_quorum_since_s=None,
+        needs_joiners=needs_joiners,
         reason="",
         leave_notice=None,
     )

@@ -469,7 +469,13 @@ _SCHEMAS: tuple[_Schema, ...] = (
     _schema(
         "exited",
         events.Exited,
-        {**_IDENTITY, "status": read.read_status, "detail": read.read_text, "stacks": read.read_text},
+        {
+            **_IDENTITY,
+            "status": read.read_status,
+            "detail": read.read_text,
+            "stacks": read.read_text,
+            "is_last": read.read_flag,
+        },
     ),
     _schema("heartbeat", AgentHeartbeat, {"computing": read.read_incarnations, "heard_s": read.read_seconds}),
     _schema("done", AgentDone, {}),

@@ -100,8 +100,8 @@ class Job:
     def refused(self, member: str, incarnation: int = 1) -> tuple[Effect, ...]:
         return self.feed(events.ProbeRefused(member, incarnation))
 
-    def exited(self, member: str, incarnation: int = 1) -> tuple[Effect, ...]:
-        return self.feed(events.Exited(member, incarnation, -9, "killed by SIGKILL"))
+    def exited(self, member: str, incarnation: int = 1, *, is_last: bool = False) -> tuple[Effect, ...]:
+        return self.feed(events.Exited(member, incarnation, -9, "killed by SIGKILL", is_last=is_last))
 
     def tick(self, seconds: float = INTERVAL_S, alive: tuple[str, ...] = ()) -> tuple[Effect, ...]:
         """Let time pass in whole intervals, with heartbeats of `alive`; effects of all these ticks."""

@@ -53,7 +53,7 @@ def test_a_place_that_is_free_is_taken_once() -> None:
 
 def test_a_job_may_grow() -> None:
     """Up to `max_world_size`; as large it is then missed."""
-    job = Job.running(A, B, max_world_size=3, max_failures=1)
+    job = Job.running(A, B, max_world_size=3, max_failures=1, respawn=False)
     job.ready(C)
     job.ready(D)
     assert declined(job) == [D]

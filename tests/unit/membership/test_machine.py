@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from driver import INTERVAL_S, SILENCE_S, TIMEOUT_S, Job
 
-from lightning_ft.membership import effects, events, wire
+from lightning_ft.membership import effects, events, snapshot, wire
 from lightning_ft.membership.effects import Cause
 from lightning_ft.membership.events import Address
 from lightning_ft.membership.state import Phase, Status
@@ -375,8 +375,8 @@ def test_expected_member_that_dies_before_hello() -> None:
 
 
 def test_hopeless_stops_at_once() -> None:
-    """All that are missing are dead: nothing would change."""
-    job = Job.running(A, B, min_world_size=2)
+    """All that are missing are dead, and nobody starts them again: nothing would change."""
+    job = Job.running(A, B, min_world_size=2, respawn=False)
     job.exited(B)
     job.park(A)
     assert job.of(effects.Stop) == [effects.Stop(A, "members left: 1, min_world_size is 2")]
@@ -398,7 +398,7 @@ def test_waiting_for_proof_is_bounded() -> None:
 
 def test_the_stopped_stay_stopped() -> None:
     """Whoever speaks is told so; deaths are no failures any more."""
-    job = Job.running(A, B, min_world_size=2)
+    job = Job.running(A, B, min_world_size=2, rejoin_timeout=0.0)
     job.exited(B)
     job.park(A)
     assert job.of(effects.Stop)
@@ -415,6 +415,69 @@ def test_nobody_left_stops() -> None:
     job = Job.running(A)
     job.exited(A)
     assert job.records("job_stopped")[0]["reason"] == "no member is left that could go on"
+
+
+# --- C4a: too few -----------------------------------------------------------------------------------------------------
+
+
+def short(**settings: Any) -> Job:
+    """A job in which two are needed, one is left, and that one waits."""
+    job = Job.running(A, B, min_world_size=2, rejoin_timeout=60.0, **settings)
+    job.exited(B)
+    job.park(A)
+    assert (job.state.phase, job.of(effects.Stop)) == (Phase.SUSPENDED, [])
+    assert [record["reason"] for record in job.records("quorum_missing")] == ["members left: 1, min_world_size is 2"]
+    return job
+
+
+def test_too_few_wait_for_others_to_come_back() -> None:
+    """When enough are ready, the members finish their step without them, and are told to admit them after it."""
+    job = short()
+    job.tick(50, alive=(A,))
+    job.ready(B, 2)
+    assert (job.state.view.members, job.state.phase) == ((A,), Phase.HEALTHY)
+    assert [effect.member for effect in job.of(effects.AnnounceJoin)] == [A]
+    job.park(A, 5, reason="join", admits=True)
+    assert job.state.view.members == (A, B)
+    assert not job.state.needs_joiners, "they are there"
+
+
+def test_the_wait_for_others_is_bounded() -> None:
+    """Nobody came."""
+    job = short()
+    job.tick(59, alive=(A,))
+    assert job.state.phase is Phase.SUSPENDED
+    job.tick(1, alive=(A,))
+    assert job.of(effects.Stop) == [effects.Stop(A, "members left: 1, min_world_size is 2")]
+
+
+def test_nobody_waits_for_those_that_stay_away() -> None:
+    """Their agent will not start them again; whether a process dies in the view, or before it could join."""
+    job = Job.running(A, B, min_world_size=2)
+    job.exited(B, is_last=True)
+    job.park(A)
+    assert job.of(effects.Stop) == [effects.Stop(A, "members left: 1, min_world_size is 2")]
+    job = short()
+    job.exited(B, 2)
+    assert not job.of(effects.Stop), "there may be a third"
+    job.exited(B, 3, is_last=True)
+    assert job.of(effects.Stop)
+
+
+def test_too_few_do_not_go_on_without_those_they_waited_for() -> None:
+    """A joiner that dies before the boundary leaves too few: it is suspended, by a restarted coordinator too."""
+    job = short()
+    job.ready(B, 2)
+    restarted = snapshot.load(snapshot.dump(job.state), job.now_s, TIMEOUT_S, TIMEOUT_S)
+    assert restarted.needs_joiners
+    job.exited(B, 2)
+    assert job.state.phase is Phase.HEALTHY
+    job.tick(alive=(A,))
+    assert job.records("view_suspended")[0]["reason"] == "members left: 1, min_world_size is 2"
+    job.park(A, 1)
+    assert (job.state.phase, job.of(effects.Stop)) == (Phase.SUSPENDED, [])
+    job.ready(B, 3)
+    assert job.state.phase is Phase.HEALTHY
 
 
 # --- C5: stale --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from driver import Job
 from lightning_ft.config import Settings
 from lightning_ft.membership.effects import Cause
 from lightning_ft.membership.events import Address
-from lightning_ft.membership.quorum import quorum
+from lightning_ft.membership.quorum import Verdict, quorum
 from lightning_ft.membership.state import Joiner, Phase, State, Status, Tally, View, initial
 from lightning_ft.membership.table import Table
 
@@ -58,8 +58,12 @@ def state_of(letters: str, joiners: tuple[Joiner, ...] = ()) -> State:
 
 def decide(letters: str, joiners: tuple[Joiner, ...] = (), **settings: int) -> tuple[str, str]:
     """The members' slots as a string, and the reason."""
-    members, reason = quorum(state_of(letters, joiners), 10.0, Settings(**({"max_world_size": 9} | settings)))  # type: ignore[arg-type]
-    return "none" if members is None else " ".join(members), reason
+    verdict = verdict_of(letters, joiners, **settings)
+    return "none" if verdict.members is None else " ".join(verdict.members), verdict.reason
+
+
+def verdict_of(letters: str, joiners: tuple[Joiner, ...] = (), **settings: int) -> Verdict:
+    return quorum(state_of(letters, joiners), 10.0, Settings(**({"max_world_size": 9} | settings)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +108,18 @@ def test_admission() -> None:
     assert decide("AD", joiners) == ("0/0 0/1 9/0", "1 of 2 members parked, 2 joined")
     assert decide("APD", joiners) == ("0/0 0/1", "2 of 3 members parked")
     assert decide("AL", (fresh,)) == ("0/0 9/0", "1 of 2 members parked, 1 joined")
+
+
+@pytest.mark.parametrize("limits", [{"min_world_size": 3}, {"max_failures": 0}])
+def test_too_few_go_on_if_enough_wait_to_join(limits: dict[str, int]) -> None:
+    """They need a majority none the less; where joiners can be admitted, nobody is missing then."""
+    joiners = tuple(Joiner(f"9/{slot}", 1, Address("h", 1), 9.0) for slot in range(2))
+    assert verdict_of("PDD", joiners[:1], **limits)[::2] == (None, True)
+    assert "ready to join: 1" in verdict_of("PDD", joiners[:1], **limits).reason
+    assert verdict_of("PDD", joiners, **limits) == (("0/0",), "1 of 3 members parked", True)
+    assert verdict_of("ADD", joiners, **limits) == (("0/0", "9/0", "9/1"), "1 of 3 members parked, 2 joined", False)
+    assert verdict_of("PUU", joiners, **limits)[::2] == (None, False)
+    assert verdict_of("PPP", joiners, **limits)[::2] == (("0/0", "0/1", "0/2"), False)
 
 
 def test_nodes_come_to_have_equally_many() -> None:

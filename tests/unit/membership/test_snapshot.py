@@ -145,7 +145,7 @@ def test_whoever_does_not_come_back_is_given_up() -> None:
 @pytest.mark.parametrize("text", ["{}", '{"version": 99}'])
 def test_another_version_is_refused(text: str) -> None:
     """Before anything is believed."""
-    with pytest.raises(ValueError, match="expected a state of version 4, got"):
+    with pytest.raises(ValueError, match="expected a state of version 5, got"):
         snapshot.load(text, 0.0, 1.0, 1.0)
 
 
