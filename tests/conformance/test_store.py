@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import threading
 import uuid
 import warnings
@@ -13,12 +14,15 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from lightning_ft.checkpoint import Writer
 from lightning_ft.checkpoint.claims import claim_generation, claimed_generations
 from lightning_ft.checkpoint.store import Store, open_store
 from lightning_ft.checkpoint.stores import s3
+from lightning_ft.cli import main
 from lightning_ft.errors import AlreadyThereError, StaleWriterError, StoreError
 from tests.conformance.servers import Network, WebHdfs, s3_server, serve
 
@@ -487,3 +491,27 @@ def test_a_missing_bucket_is_not_an_empty_one(s3_url: str) -> None:
     assert caught.value.reason == "HTTP 404"
     with pytest.raises(StoreError):
         store.create("a", [b"x"])
+
+
+def test_command_line_works_on_s3(s3_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its options reach fsspec: verified, exported here and there, pruned."""
+    url = f"s3://bucket/{uuid.uuid4().hex}/run"
+    saves = Writer(url, base_every=1, endpoint_url=s3_url, **CREDENTIALS)
+    for step in (1, 2, 3):
+        saves.save(step, {"weight": torch.full((3,), float(step))})
+    given = [f"--storage-option={name}={json.dumps(value)}" for name, value in CREDENTIALS.items()]
+
+    def call(verb: str, *arguments: str) -> int:
+        return main(["checkpoint", verb, url, *arguments, "--endpoint-url", s3_url, *given])
+
+    assert call("verify", "--deep") == 0
+    assert call("export", str(tmp_path / "here.ckpt")) == 0
+    assert call("export", f"{url}.ckpt") == 0
+    assert call("export", f"{url}.ckpt") == 3, "it is there"
+    assert call("prune", "--keep", "1") == 0
+    capsys.readouterr()
+    assert call("list", "--json") == 0
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)["checkpoints"]] == [3, 2]
+    assert torch.equal(torch.load(tmp_path / "here.ckpt")["weight"], torch.full((3,), 3.0))
+    with fsspec.open(f"{url}.ckpt", endpoint_url=s3_url, **CREDENTIALS) as file:
+        assert file.read() == (tmp_path / "here.ckpt").read_bytes()

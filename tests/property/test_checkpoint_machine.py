@@ -12,6 +12,7 @@ import torch
 from checkpoint_twin import DictStore, assert_same, nothing
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+import lightning_ft.checkpoint
 from lightning_ft.checkpoint import manifests, restore
 from lightning_ft.checkpoint.records import Key, Manifest, manifest_path, pack_path
 from lightning_ft.checkpoint.writer import Writer
@@ -167,7 +168,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert not intact or key >= max(intact)
 
     def teardown(self) -> None:
-        for verdict in restore.verify(self.store):
+        for verdict in lightning_ft.checkpoint.verify(self.store):
             if verdict.key in self.intact():
                 assert all("footer" in problem for problem in verdict.problems), verdict
 

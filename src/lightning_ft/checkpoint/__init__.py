@@ -9,12 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_ft.checkpoint.restore import load, verify
+    from lightning_ft.checkpoint.restore import load
+    from lightning_ft.checkpoint.verification import verify
     from lightning_ft.checkpoint.writer import Writer
 
 __all__ = ["Writer", "load", "verify"]
 
-_HOME_OF = {"Writer": "writer", "load": "restore", "verify": "restore"}
+_HOME_OF = {"Writer": "writer", "load": "restore", "verify": "verification"}
 
 
 def __getattr__(name: str) -> Any:

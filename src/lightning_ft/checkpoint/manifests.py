@@ -14,6 +14,7 @@ from lightning_ft.checkpoint.records import (
     NO_REFERENCE,
     Key,
     Manifest,
+    Pack,
     manifest_key,
     manifest_path,
     pack_path,
@@ -164,7 +165,11 @@ def check_sizes(store: Store, manifest: Manifest) -> None:
         StoreError: The storage failed.
     """
     for pack in manifest.packs:
-        piece = pack_path(manifest.key, manifest.attempt, pack.rank, pack.number)
-        with missing_is_damage(piece):
-            if (size := store.size(piece)) != pack.num_bytes:
-                raise CheckpointDamagedError(f"it has {size} instead of {pack.num_bytes} bytes", piece)
+        check_size(store, pack_path(manifest.key, manifest.attempt, pack.rank, pack.number), pack)
+
+
+def check_size(store: Store, piece: str, pack: Pack) -> None:
+    """Make sure that one pack, at a path, is there and has the size it should; errors as for `check_sizes`."""
+    with missing_is_damage(piece):
+        if (size := store.size(piece)) != pack.num_bytes:
+            raise CheckpointDamagedError(f"it has {size} instead of {pack.num_bytes} bytes", piece)

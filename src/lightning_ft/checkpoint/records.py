@@ -243,6 +243,14 @@ class Manifest:
         return located(self.packs, self.frames)
 
 
+def data_paths(manifest: Manifest) -> Iterator[str]:
+    """Yield the paths of a checkpoint's own packs and footers."""
+    for pack in manifest.packs:
+        yield pack_path(manifest.key, manifest.attempt, pack.rank, pack.number)
+    for rank in range(manifest.num_ranks):
+        yield footer_path(manifest.key, manifest.attempt, rank)
+
+
 def located(packs: Iterable[Pack], frames: Iterable[Frame]) -> Iterator[tuple[Pack, int, Frame]]:
     """Yield each frame with its pack and the offset of its header there; packs have as many frames as there are."""
     rest = iter(frames)

@@ -6,13 +6,12 @@ import dataclasses
 import logging
 from typing import Any
 
-from lightning_ft.checkpoint.chain import check_stored_bytes, read_contents
-from lightning_ft.checkpoint.format import load_footer
-from lightning_ft.checkpoint.manifests import missing_is_damage, opened, published_keys, read_chain
-from lightning_ft.checkpoint.records import LATEST, Key, Manifest, footer_path, manifest_path
+from lightning_ft.checkpoint.chain import read_contents
+from lightning_ft.checkpoint.manifests import opened, published_keys, read_chain
+from lightning_ft.checkpoint.records import LATEST, Key, Manifest, manifest_path
 from lightning_ft.checkpoint.store import Store
 from lightning_ft.checkpoint.tree import unflatten
-from lightning_ft.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, StoreError
+from lightning_ft.errors import CheckpointDamagedError, CheckpointNotFoundError, StoreError
 
 _log = logging.getLogger(__name__)
 
@@ -120,74 +119,3 @@ def _read(store: Store, key: Key, *, weights_only: bool) -> tuple[Any, Manifest]
     contents = read_contents(store, chain)
     manifest = chain[-1]
     return unflatten(manifest.streams, contents, manifest_path(key), weights_only=weights_only), manifest
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
-    """What is wrong with a checkpoint; nothing if it is intact.
-
-    Attributes:
-        key: Of the checkpoint.
-        problems: Each with the path of the piece; damage of a checkpoint that it depends on counts as its own.
-    """
-
-    key: Key
-    problems: tuple[str, ...]
-
-
-def verify(store: Store | str, *, deep: bool = False, **storage_options: Any) -> list[Verdict]:
-    """Check all checkpoints.
-
-    Args:
-        store: A URL, a path, or a store.
-        deep: Decode everything and compare with what was saved, instead of checking what is stored: it takes as long
-            as loading each.
-        storage_options: For a URL.
-
-    Returns:
-        One verdict for each, newest first.
-
-    Raises:
-        StoreError: The storage failed.
-    """
-    store = opened(store, **storage_options)
-    own: dict[Key, tuple[str, ...]] = {}
-    return [Verdict(key, _problems(store, key, own, deep=deep)) for key in published_keys(store)]
-
-
-def _problems(store: Store, key: Key, own: dict[Key, tuple[str, ...]], *, deep: bool) -> tuple[str, ...]:
-    """Return what is wrong with a checkpoint and its parents; `own` remembers what was found of each."""
-    try:
-        chain = read_chain(store, key)
-    except StoreError:
-        raise
-    except CheckpointError as error:
-        return (str(error),)
-    for manifest in chain:
-        if manifest.key not in own:
-            own[manifest.key] = _own_problems(store, manifest)
-    problems = tuple(problem for manifest in chain for problem in own[manifest.key])
-    if deep and not problems:
-        try:
-            read_contents(store, chain)
-        except StoreError:
-            raise
-        except CheckpointError as error:
-            return (str(error),)
-    return problems
-
-
-def _own_problems(store: Store, manifest: Manifest) -> tuple[str, ...]:
-    problems = []
-    try:
-        check_stored_bytes(store, manifest)
-    except CheckpointDamagedError as error:
-        problems.append(str(error))
-    for rank in range(manifest.num_ranks):
-        piece = footer_path(manifest.key, manifest.attempt, rank)
-        try:
-            with missing_is_damage(piece):
-                load_footer(store.read(piece), piece)
-        except CheckpointDamagedError as error:
-            problems.append(str(error))
-    return tuple(problems)

@@ -3,17 +3,23 @@
 What may go is decided from the manifests alone, each time anew: a run that was killed is finished by the next. A
 manifest goes before the packs it names, and before the manifest of its parent. A pack goes if no manifest names it and
 a checkpoint of its key or a newer one is there: then no save that could still use it is under way.
+
+That holds for somebody who is no writer, too (`lightning-ft checkpoint prune` beside a job that runs). What a writer
+may still refer to is the newest checkpoint that it has published and what that depends on, and whatever it publishes
+next is newer than all that was listed: neither is deleted. Of two who delete at the same time each keeps what the
+checkpoints that it keeps depend on, so what both keep is whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 
 from lightning_ft.checkpoint.chain import check_stored_bytes
 from lightning_ft.checkpoint.claims import Claim
 from lightning_ft.checkpoint.manifests import check_coverage, published_keys, read_chain
-from lightning_ft.checkpoint.records import DATA, Key, Manifest, data_key, footer_path, manifest_path, pack_path
+from lightning_ft.checkpoint.records import DATA, Key, Manifest, data_key, data_paths, manifest_path
 from lightning_ft.checkpoint.store import Store
 from lightning_ft.errors import CheckpointDamagedError
 
@@ -31,23 +37,26 @@ class Retained:
         kept: Checkpoints that are left, newest first; damaged ones as well.
         deleted: Checkpoints that were unpublished, newest first.
         damaged: Checkpoints that were found damaged by themselves.
+        swept: Paths of data that were deleted: of these checkpoints, and of saves that have failed.
     """
 
     kept: tuple[Key, ...]
     deleted: tuple[Key, ...]
     damaged: frozenset[Key]
+    swept: tuple[str, ...]
 
 
-def retain(store: Store, claim: Claim, *, keep_last: int, verified: set[Key]) -> Retained:
+def retain(store: Store, claim: Claim | None, *, keep_last: int, verified: set[Key], is_dry: bool = False) -> Retained:
     """Keep the newest checkpoints, what they depend on, and two bases; delete the others, and what failed saves left.
 
     A checkpoint whose base is damaged does not count. What is newer than the oldest that counts is kept.
 
     Args:
         store: Where.
-        claim: The right to delete there.
+        claim: The right to write there; None: of somebody who is no writer.
         keep_last: How many, >= 1.
         verified: Bases whose stored bytes were read and found intact; it is added to.
+        is_dry: Delete nothing, only say what would be.
 
     Raises:
         StaleWriterError: Another run has taken over; nothing more was deleted.
@@ -56,13 +65,23 @@ def retain(store: Store, claim: Claim, *, keep_last: int, verified: set[Key]) ->
     """
     if keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, got {keep_last!r}")
-    claim.check()
+
+    def check() -> None:
+        if claim is not None:
+            claim.check()
+
+    check()
     review = _Review(store, verified)
     keep = review.choose(keep_last)
     doomed = [key for key in review.keys if key not in keep]
-    _unpublish(store, claim, review, doomed)
-    _sweep(store, claim, review, keep)
-    return Retained(tuple(key for key in review.keys if key in keep), tuple(doomed), frozenset(review.damaged))
+    if not is_dry:
+        _unpublish(store, check, review, doomed)
+    swept = _garbage(store, review, keep)
+    if swept and not is_dry:
+        check()
+        store.delete(swept)
+    kept = tuple(key for key in review.keys if key in keep)
+    return Retained(kept, tuple(doomed), frozenset(review.damaged), tuple(swept))
 
 
 class _Review:
@@ -119,29 +138,22 @@ class _Review:
         _log.warning("Checkpoint %s is damaged: %s", key, error)
 
 
-def _unpublish(store: Store, claim: Claim, review: _Review, doomed: list[Key]) -> None:
+def _unpublish(store: Store, check: Callable[[], None], review: _Review, doomed: list[Key]) -> None:
     """Delete manifests, each before its parent's: one whose parent is gone could not be read, but would be listed."""
     depths = {key: len(review.chains[key]) if key in review.chains else 0 for key in doomed}
     for depth in sorted(set(depths.values()), reverse=True):
-        claim.check()
+        check()
         store.delete([manifest_path(key) for key in doomed if depths[key] == depth])
 
 
-def _sweep(store: Store, claim: Claim, review: _Review, keep: set[Key]) -> None:
-    """Delete packs and footers that belong to no manifest and to no save that may be under way."""
+def _garbage(store: Store, review: _Review, keep: set[Key]) -> list[str]:
+    """Return packs and footers that belong to no manifest that is kept, and to no save that may be under way."""
     if not review.keys:
-        return
-    marked: set[str] = set()
-    for key in keep & review.chains.keys():
-        manifest = review.chains[key][-1]
-        marked.update(pack_path(key, manifest.attempt, pack.rank, pack.number) for pack in manifest.packs)
-        marked.update(footer_path(key, manifest.attempt, rank) for rank in range(manifest.num_ranks))
+        return []
+    marked = {path for key in keep & review.chains.keys() for path in data_paths(review.chains[key][-1])}
     unreadable = keep - review.chains.keys()  # of these nobody knows what they name
-    garbage = [
+    return [
         path
         for path in store.list(DATA)
         if path not in marked and (of := data_key(path)) is not None and of <= review.keys[0] and of not in unreadable
     ]
-    if garbage:
-        claim.check()
-        store.delete(garbage)

@@ -1,4 +1,4 @@
-"""What the commands have in common: exit codes, settings as flags, tables, JSON, progress."""
+"""What the commands have in common: exit codes, settings as flags, tables, JSON."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
-import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -186,27 +184,3 @@ def in_bytes(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1000
     return f"{number:.1f} TB"
-
-
-class Progress:
-    """Shows how far a long command is, in one line of standard error, if that is a terminal.
-
-    Args:
-        total: Number of steps.
-    """
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._is_shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-
-    def show(self, done: int, what: str) -> None:
-        """Say what is done now, after so many steps."""
-        if self._is_shown:
-            sys.stderr.write(f"\r\033[K[{done}/{self._total}] {what}"[:200])
-            sys.stderr.flush()
-
-    def end(self) -> None:
-        """Wipe the line."""
-        if self._is_shown:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()

@@ -223,7 +223,9 @@ def check_fallback(store: DictStore, path: str, data: bytes | None, expected_ste
     assert_same(found.state, tiny(step))
     if step == 3:  # a chunk of the base that the newest has replaced: nobody has read it
         assert expected_step == 1
-        assert any(path in problem for verdict in restore.verify(store) for problem in verdict.problems), path
+        assert any(
+            path in problem for verdict in lightning_ft.checkpoint.verify(store) for problem in verdict.problems
+        ), path
         return
     assert step == expected_step, path
     if data is not None or path.endswith("pack"):

@@ -34,10 +34,10 @@ def endpoint() -> Iterator[str]:
     async def start() -> CoordinatorServer:
         server = CoordinatorServer(Settings(), MEMBERS, "secret", EventLog(None))
         for name in MEMBERS:
-            server._apply(events.Hello(name, 1, 0, Address(f"10.0.0.{name[0]}", 5000)))
+            server._decisions.apply(events.Hello(name, 1, 0, Address(f"10.0.0.{name[0]}", 5000)))
         for name in MEMBERS:
-            server._apply(events.Parked(name, 1, 0, 0, "start"))
-        server._apply(events.Exited("1/0", 1, -9, "killed by SIGKILL"))
+            server._decisions.apply(events.Parked(name, 1, 0, 0, "start"))
+        server._decisions.apply(events.Exited("1/0", 1, -9, "killed by SIGKILL"))
         await server.start(listener)
         return server
 
