@@ -330,6 +330,31 @@ def test_lost_quorum_is_the_jobs_failure(stage: Stage) -> None:
     assert "min_world_size is 2" in str(stage.noted("0/0", "error"))
 
 
+def test_nobody_waits_for_others_when_all_were_asked_to_stop(stage: Stage) -> None:
+    """Too few are left, and wait for one that comes back; a signal to the agent ends that one, and so the wait."""
+    comes_back = """
+    import os, time
+    if os.environ["LIGHTNING_FT_INCARNATION"] == "2":
+        note("back")
+        time.sleep(600)
+    """
+    stays = """
+    if member == "0/1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        next_view()
+    except FaultToleranceError:
+        sys.exit(75)
+    """
+    agent = stage.run(stage.script(comes_back, MEMBER, stays), *PATIENT, "--min-world-size", "2")
+    stage.wait_for_notes("back", "0/1")
+    until(lambda: "quorum_missing" in stage.events.read_text(), "the other waits")
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(DEADLINE_S) == 75
+    assert '"event": "job_stopped"' in stage.events.read_text()
+
+
 RUNNER = """
     import asyncio, sys
     from lightning_ft.config import Settings

@@ -90,8 +90,9 @@ class AgentClient:
         self._running[member] = incarnation
 
     def exited(self, exited: events.Exited) -> None:
-        """Report how a process ended; said again at each new connection, since it may have been lost."""
-        self._exits.append(exited)
+        """Report how a process ended, or that it was the last; said again at each new connection: it may get lost."""
+        identity = (exited.member, exited.incarnation)
+        self._exits = [*(known for known in self._exits if (known.member, known.incarnation) != identity), exited]
         if self._running.get(exited.member) == exited.incarnation:
             del self._running[exited.member]
         self._link.send(wire.encode(exited))

@@ -386,6 +386,8 @@ class CoordinatorServer:
             logger.warning("dropped an exit of %s from the agent of node %d: not its member", exited.member, node)
             return
         if not self._decisions.note_exit(exited):
+            if exited.is_last:  # this may be the news, or forgotten with an earlier coordinator
+                self._decisions.apply(exited)
             return
         self._kills.pop(identity, None)
         self._probes.end(identity)

@@ -2,17 +2,6 @@
 
 The agent of node 0 also keeps the coordinator running; if it is lost with its node, another node's agent starts a
 successor. An agent is never a rank, so that every rank is as mortal as any other.
-
-What a child finds in its environment:
-
-    LIGHTNING_FT_COORDINATOR, LIGHTNING_FT_TOKEN     where the coordinator is, and the proof of belonging to the job
-    LIGHTNING_FT_STANDBYS                            where its successors may be (`host:port,host:port`)
-    LIGHTNING_FT_MEMBER, LIGHTNING_FT_INCARNATION    who it is (`node/slot`), and its how-manieth start this is
-    LIGHTNING_FT_EXPECTED                            the members the job starts with, as ranges (`0-3/0-7`)
-    LIGHTNING_FT_AGENT_FD, LIGHTNING_FT_AGENT_PID    a pipe that ends when the agent does (see `child.watch_agent`)
-    LIGHTNING_FT_STACKS_FD                           a file for its threads' stacks (see `child.STACKS_SIGNAL`)
-    LIGHTNING_FT_<SETTING>                           the settings, as this agent resolved them
-    RANK, LOCAL_RANK, NODE_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT    as with torchrun
 """
 
 from __future__ import annotations
@@ -23,25 +12,21 @@ import dataclasses
 import logging
 import os
 import secrets
-import shutil
 import signal
-import socket
-import subprocess
-import tempfile
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from lightning_ft import child as child_module
-from lightning_ft.config import ENV_PREFIX, Settings, parse_endpoint, unknown_variables
+from lightning_ft.config import ENV_PREFIX, Settings, unknown_variables
 from lightning_ft.coordinator.agent_client import AgentClient
 from lightning_ft.coordinator.ending import job_status
 from lightning_ft.errors import LaunchError
+from lightning_ft.launch.children import ChildProcess, ChildStarter
 from lightning_ft.launch.coordinator import CoordinatorProcess
 from lightning_ft.launch.standby import Standby
-from lightning_ft.launch.status import Processor, end_of, in_words, is_stopped
+from lightning_ft.launch.status import end_of, in_words
 from lightning_ft.membership import events
-from lightning_ft.membership.ids import as_ranges, in_order, parse_logical_id
+from lightning_ft.membership.ids import in_order, parse_logical_id
 from lightning_ft.membership.replication import next_term
 
 logger = logging.getLogger("lightning_ft")
@@ -55,50 +40,7 @@ _MAX_BACKOFF_S = 30.0
 _FIRST_PAUSE_S = 0.2
 """Ranks that fail by the same bug fail together, which ends the job; none is started again for that."""
 
-_MAX_STACKS = 64 * 1024
-_STACKS_PATIENCE_S = 0.5
-_STACKS_POLL_S = 0.01
-
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-
-
-@dataclasses.dataclass(slots=True)
-class _Child:
-    member: str
-    slot: int
-    incarnation: int
-    process: subprocess.Popen[bytes]
-    processor: Processor
-    stacks: IO[bytes]
-
-    def read_stacks(self) -> str:
-        """Return the end of what it wrote about its threads' stacks, innermost call first."""
-        size = os.fstat(self.stacks.fileno()).st_size
-        found = os.pread(self.stacks.fileno(), _MAX_STACKS, max(0, size - _MAX_STACKS))
-        return found.decode(errors="replace")
-
-    async def ask_for_stacks(self) -> None:
-        """Have it write its stacks, and wait until it has, or can't."""
-        deadline_s, before = time.monotonic() + _STACKS_PATIENCE_S, b""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(child_module.STACKS_SIGNAL)
-        while time.monotonic() < deadline_s and not self.stacks.closed and not is_stopped(self.process.pid):
-            written = self.read_stacks().encode()
-            if written and written == before:
-                return
-            before = written
-            await asyncio.sleep(_STACKS_POLL_S)
-
-    def kill(self) -> None:
-        """Kill it and what it started; stopped processes too."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def end_rest(self, number: signal.Signals) -> None:
-        """End what it started and left behind, once it has ended itself: DataLoader workers, other forks."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
 
 
 class Agent:
@@ -135,8 +77,6 @@ class Agent:
         cwd: str | None = None,
         termination_grace_time: float = TERMINATION_GRACE_TIME_S,
     ) -> None:
-        self._command_for = command_for
-        self._env_for = env_for
         self._node = node
         self._num_slots = num_slots
         self._settings = settings
@@ -144,10 +84,19 @@ class Agent:
         self._host_coordinator = host_coordinator
         self._is_hosted = is_hosted
         self._earlier = dict(incarnations or {})
-        self._cwd = cwd
         self._grace_s = termination_grace_time
         self._token = os.environ.get(f"{ENV_PREFIX}TOKEN") or secrets.token_urlsafe(32)
-        self._children: dict[str, _Child] = {}
+        self._starter = ChildStarter(
+            command_for,
+            env_for,
+            node=node,
+            num_slots=num_slots,
+            settings=settings,
+            expected=self._expected,
+            token=self._token,
+            cwd=cwd,
+        )
+        self._children: dict[str, ChildProcess] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self._kills: set[asyncio.Task[None]] = set()
         self._exits: list[events.Exited] = []
@@ -163,7 +112,9 @@ class Agent:
         self._is_ending = asyncio.Event()
         for name in unknown_variables(os.environ):
             logger.warning("the environment variable %s means nothing to lightning_ft; is it misspelt?", name)
-        missing = [self._member(slot) for slot in range(num_slots) if self._member(slot) not in self._expected]
+        missing = [
+            self._starter.member(slot) for slot in range(num_slots) if self._starter.member(slot) not in self._expected
+        ]
         if missing and host_coordinator:
             raise ValueError(f"expected_members must hold the members of node {node}, but lacks {missing}")
         if host_coordinator:
@@ -188,7 +139,8 @@ class Agent:
                 self._client = self._connect(endpoint)
                 self._guard = asyncio.create_task(self._guard_coordinator())
                 try:
-                    self._start_children(endpoint, read_fd)
+                    self._starter.belong_to(endpoint, read_fd)
+                    self._start_children()
                     self._release_early_signals()
                     await self._wait()
                 finally:
@@ -196,9 +148,6 @@ class Agent:
                 return await self._finish()
             finally:
                 await self._close()
-
-    def _member(self, slot: int) -> str:
-        return f"{self._node}/{slot}"
 
     @property
     def _num_nodes(self) -> int:
@@ -227,7 +176,9 @@ class Agent:
         )
         if self._coordinator is not None:
             term = next_term(0, self._node, self._num_nodes) if self._num_nodes > 1 else 0
-            self._coordinator.start(self._job_environment(), "--replica", str(client.replica_id), "--term", str(term))
+            self._coordinator.start(
+                self._starter.job_environment(), "--replica", str(client.replica_id), "--term", str(term)
+            )
         client.start()
         return client
 
@@ -246,110 +197,49 @@ class Agent:
                 self._coordinator.replace_if_stuck(client.silent_s, self._settings.heartbeat_timeout)
             elif self._standby is not None and not client.stopped.is_set() and self._standby.is_due(client):
                 logger.warning("the coordinator is lost: trying to take its place")
-                self._coordinator = self._standby.start(client, self._job_environment())
+                self._coordinator = self._standby.start(client, self._starter.job_environment())
 
-    def _start_children(self, endpoint: str, read_fd: int) -> None:
-        common = self._common_environment(endpoint, read_fd)
-
-        def start(slot: int, incarnation: int) -> _Child:
-            return self._start_child(slot, incarnation, common, read_fd)
-
+    def _start_children(self) -> None:
         for slot in range(self._num_slots + self._settings.spares):
-            first = self._earlier.get(self._member(slot), 0) + 1
-            self._watchers.add(asyncio.create_task(self._keep_running(start(slot, first), start)))
+            child = self._start(slot, self._earlier.get(self._starter.member(slot), 0) + 1)
+            self._watchers.add(asyncio.create_task(self._keep_running(child)))
 
-    def _start_child(self, slot: int, incarnation: int, common: Mapping[str, str], read_fd: int) -> _Child:
-        member, place = self._member(slot), slot % self._num_slots
-        command = list(self._command_for(place))
-        if not command or shutil.which(command[0]) is None:
-            raise LaunchError(
-                f"starting {member} failed: {command[:1]} is no program. Check the command.", member=member
-            )
-        command = child_module.tied_to_this_process(command)
-        environment = {
-            **os.environ,
-            **common,
-            "LOCAL_RANK": str(place),
-            f"{ENV_PREFIX}STANDBYS": "" if self._client is None else ",".join(self._client.endpoints),
-            **self._ranks(member, incarnation),
-            f"{ENV_PREFIX}MEMBER": member,
-            f"{ENV_PREFIX}INCARNATION": str(incarnation),
-            **self._env_for(place),
-        }
-        stacks = tempfile.TemporaryFile(prefix="lightning_ft-")  # noqa: SIM115  (closed with the child)
-        environment[child_module.STACKS_FD_VARIABLE] = str(stacks.fileno())
-        try:
-            # A session of its own: Ctrl-C reaches the agent alone, which passes it on once.
-            process = subprocess.Popen(
-                command, env=environment, cwd=self._cwd, pass_fds=(read_fd, stacks.fileno()), start_new_session=True
-            )
-        except OSError as error:
-            raise LaunchError(f"starting {member} failed: {error}. Check the command.", member=member) from error
-        child = _Child(member, slot, incarnation, process, Processor(process.pid), stacks)
-        self._children[member] = child
-        if self._client is not None:
-            self._client.started(member, incarnation)
-        logger.debug("[%s] process %d started (incarnation %d)", member, process.pid, incarnation)
+    def _start(self, slot: int, incarnation: int) -> ChildProcess:
+        assert self._client is not None
+        child = self._starter.start(slot, incarnation, self._client.endpoints)
+        self._children[child.member] = child
+        self._client.started(child.member, incarnation)
         return child
 
-    def _joins(self, member: str, incarnation: int) -> bool:
-        """Whether a process is none of those that the job starts with."""
-        return incarnation > 1 or member not in self._expected
-
-    def _ranks(self, member: str, incarnation: int) -> dict[str, str]:
-        """What a process takes itself for until it has joined, if it has to: never for the one that writes for all."""
-        num_expected = len(self._expected)
-        if not self._joins(member, incarnation):
-            return {"RANK": str(self._expected.index(member)), "WORLD_SIZE": str(num_expected)}
-        return {"RANK": str(max(1, num_expected - 1)), "WORLD_SIZE": str(max(2, num_expected))}
-
-    def _job_environment(self) -> dict[str, str]:
-        settings = {
-            f"{ENV_PREFIX}{name.upper()}": str(value)
-            for name, value in dataclasses.asdict(self._settings).items()
-            if value is not None or name == "max_failures"  # "None" there means no limit, over any alias
-        }
-        return {**settings, f"{ENV_PREFIX}TOKEN": self._token, f"{ENV_PREFIX}EXPECTED": as_ranges(self._expected)}
-
-    def _common_environment(self, endpoint: str, read_fd: int) -> dict[str, str]:
-        environment = {
-            **self._job_environment(),
-            f"{ENV_PREFIX}COORDINATOR": endpoint,
-            child_module.AGENT_FD_VARIABLE: str(read_fd),
-            child_module.AGENT_PID_VARIABLE: str(os.getpid()),
-            "NODE_RANK": str(self._node),
-            "LOCAL_WORLD_SIZE": str(self._num_slots),
-            "MASTER_ADDR": os.environ.get("MASTER_ADDR") or parse_endpoint(endpoint)[0],
-            "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_free_port()),
-        }
-        environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is no news
-        if self._num_slots > 1 and "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = "1"
-        return environment
-
-    async def _keep_running(self, child: _Child, start: Callable[[int, int], _Child]) -> None:
+    async def _keep_running(self, child: ChildProcess) -> None:
         """Follow a slot's child to its end, and start it again as often as it may be."""
-        while await self._watch(child):
+        while not (ended := await self._watch(child)).is_last:
             num_starts = self._num_starts(child)
             pause_s = _FIRST_PAUSE_S if num_starts == 1 else min(_MAX_BACKOFF_S, 2.0 ** (num_starts - 2))
             assert self._client is not None
             waits = (self._is_ending.wait(), self._client.stopped.wait(), self._restarts_end.wait())
             await _first_of(*waits, timeout_s=pause_s)
-            if not self._may_restart(child):
-                return
-            logger.info("[%s] starting it again (%d of %d)", child.member, num_starts, self._settings.max_restarts)
             try:
-                child = start(child.slot, child.incarnation + 1)
+                if self._may_restart(child):
+                    logger.info(
+                        "[%s] starting it again (%d of %d)", child.member, num_starts, self._settings.max_restarts
+                    )
+                    child = self._start(child.slot, child.incarnation + 1)
+                    continue
             except LaunchError:
                 logger.exception("[%s] it stays away", child.member)
-                return
+            self._client.exited(dataclasses.replace(ended, is_last=True))
+            return
 
-    def _num_starts(self, child: _Child) -> int:
+    def _num_starts(self, child: ChildProcess) -> int:
         return child.incarnation - self._earlier.get(child.member, 0)
 
-    def _may_restart(self, child: _Child) -> bool:
+    def _may_restart(self, child: ChildProcess) -> bool:
         assert self._client is not None
-        if self._joins(child.member, child.incarnation) and child.process.returncode == child_module.CANNOT_JOIN_STATUS:
+        if (
+            self._starter.joins(child.member, child.incarnation)
+            and child.process.returncode == child_module.CANNOT_JOIN_STATUS
+        ):
             logger.warning("[%s] stays away: it can't join, for the reason that it has told", child.member)
             return False
         is_wanted = self._settings.respawn and self._num_starts(child) <= self._settings.max_restarts
@@ -357,8 +247,8 @@ class Agent:
         is_cut_off = self._client.silent_s > self._client.succession_s  # it would find no job to join
         return is_wanted and not is_over and not is_cut_off
 
-    async def _watch(self, child: _Child) -> bool:
-        """Follow a child to its end. Returns: Whether it may be started again."""
+    async def _watch(self, child: ChildProcess) -> events.Exited:
+        """Follow a child to its end."""
         status = await end_of(child.process)
         comes_back = status != 0 and self._client is not None and self._may_restart(child)
         stacks = child.read_stacks()
@@ -369,7 +259,7 @@ class Agent:
         if self._client is not None:
             self._client.exited(ended)
         child.end_rest(signal.SIGKILL if status else signal.SIGTERM)
-        return comes_back
+        return ended
 
     async def _wait(self) -> None:
         """Stay until all children ended, or had their time to do so after there was nothing more to do for them."""
@@ -449,7 +339,7 @@ class Agent:
         if self._standby is not None:
             self._standby.close()
 
-    def _alive(self) -> list[_Child]:
+    def _alive(self) -> list[ChildProcess]:
         return [child for child in self._children.values() if child.process.returncode is None]
 
     def _computing(self) -> tuple[tuple[str, int], ...]:
@@ -464,7 +354,7 @@ class Agent:
             task.add_done_callback(self._kills.discard)
 
     @staticmethod
-    async def _kill_after_a_look(child: _Child) -> None:
+    async def _kill_after_a_look(child: ChildProcess) -> None:
         try:
             await child.ask_for_stacks()
         finally:
@@ -569,12 +459,6 @@ async def _first_of(*waits: Coroutine[Any, Any, object], timeout_s: float | None
     await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager
