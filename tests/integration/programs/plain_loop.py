@@ -2,7 +2,7 @@
 
     plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static|checkpoint] [--hook fp16|bf16|gather|powersgd]
                   [--optimizer sgd|adamw] [--accumulate N] [--sync-every N] [--bucket-view] [--slow MEMBER]
-                  [--stillborn MEMBER] [--full] [--double]
+                  [--stillborn MEMBER...] [--full] [--double]
 
 With --full only those steps count that the whole job has done, so that it does not end before its dead are back; the
 others are done slowly, so that they are not too many. With --hold all wait before such a step until there is a file
@@ -34,7 +34,7 @@ from lightning_ft.reduction import GradientReduction
 
 
 class Net(torch.nn.Module):
-    """A few layers; one can stay unused, or have running statistics.
+    """A few layers; one can stay unused, or have running statistics (all kinds but `mlp`).
 
     All is smooth: at the kink of a ReLU the last bit of an input decides on a gradient, and no reference would be near.
     """
@@ -42,9 +42,10 @@ class Net(torch.nn.Module):
     def __init__(self, kind: str, width: int) -> None:
         super().__init__()
         self.kind = kind
-        self.first = torch.nn.Linear(16, width)
-        self.norm = torch.nn.BatchNorm1d(width) if kind == "batchnorm" else torch.nn.Identity()
-        self.side = torch.nn.Linear(16, width)
+        is_plain = kind == "mlp"  # a bias before a BatchNorm has no gradient but the rounding, which AdamW magnifies
+        self.first = torch.nn.Linear(16, width, bias=is_plain)
+        self.norm = torch.nn.Identity() if is_plain else torch.nn.BatchNorm1d(width)
+        self.side = torch.nn.Linear(16, width, bias=is_plain)
         self.second = torch.nn.Linear(width, width)
         self.last = torch.nn.Linear(width, 4)
 
@@ -105,7 +106,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--bucket-view", action="store_true")
     parser.add_argument("--slow", default="", help="member that works longer for a step than the others")
     parser.add_argument("--wide", default="", help="member that builds another model than the others")
-    parser.add_argument("--stillborn", default="", help="member that dies before it joins")
+    parser.add_argument("--stillborn", nargs="*", default=(), help="members that die before they join")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--hold", type=int, nargs="*", default=(), help="steps")
     parser.add_argument("--world-size", type=int, default=0, help="how many members the job has when it is whole")
@@ -167,7 +168,7 @@ def main() -> None:  # noqa: PLR0915
 
     gc.disable()  # what only the collector frees is found at the end
     write(event="start", pid=os.getpid())
-    if member == arguments.stillborn:
+    if member in arguments.stillborn:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.init_process_group("ft")
     torch.manual_seed(0)
@@ -208,7 +209,7 @@ def main() -> None:  # noqa: PLR0915
         assert commits[-1].step == step, "each step commits once"
         write(event="committed", step=step, contributors=commits[-1].contributors, index=commits[-1].step)
         optimizer.step()
-        digest = weights_hash(net) + buffers[-1]
+        digest = weights_hash(net) + buffers[-arguments.accumulate]  # the first forward has those of rank 0
         write(event="step", step=step, hash=digest, world_size=dist.get_world_size(), rank=dist.get_rank())
         if arguments.sync_every and step % arguments.sync_every == 0:
             total = torch.tensor([float(step)])
