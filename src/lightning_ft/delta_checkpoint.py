@@ -30,13 +30,21 @@ from lightning_ft.ddp import FaultTolerantDDP
 from lightning_ft.elastic import random_state, set_random_state
 from lightning_ft.errors import CheckpointError, StaleWriterError, StoreError
 from lightning_ft.lightning_checkpoints import DeltaCheckpointIO
-from lightning_ft.lightning_internals import around_each_batch, draw_epoch_anew, dump_checkpoint
+from lightning_ft.lightning_epoch import EpochPlace
+from lightning_ft.lightning_internals import (
+    around_each_batch,
+    around_epochs,
+    draw_epoch_anew,
+    dump_checkpoint,
+    is_between_epochs,
+)
+from lightning_ft.rejoin import go_on
 
 _RANKS = "lightning_ft_ranks"
 """Entry of a checkpoint: what a fit with the same number of ranks goes on with."""
 
 
-_DECISIONS = ("_last_step", "_seen_step", "_asks_at", "_is_owed", "_is_fenced")
+_DECISIONS = ("_last_step", "_seen_step", "_asks_at", "_is_owed", "_is_fenced", "_waits_for_end")
 
 _FAREWELL_S = 30.0
 """So long a save that was given up may take to end."""
@@ -110,9 +118,11 @@ class DeltaCheckpoint(ModelCheckpoint):
         self._last_step = self._seen_step = 0
         self._last_s = self._asked_s = time.monotonic()
         self._asks_at = self._asked_at = 0
-        self._is_owed = False
+        self._is_owed = self._waits_for_end = False
         self._is_fenced = False
+        self._begins_epoch = False
         self._ranks: dict[str, Any] | None = None
+        self._place: EpochPlace | None = None
         super().__init__(
             f"{self.url.rstrip('/')}/best", monitor=monitor, mode=monitor_mode, save_top_k=save_top_k if monitor else 0
         )
@@ -148,13 +158,15 @@ class DeltaCheckpoint(ModelCheckpoint):
             super().setup(trainer, pl_module, stage)
         if self._trainer is not trainer:
             self._trainer = trainer
+            self._place = EpochPlace(trainer)
             around_each_batch(trainer, self._before_batch, lambda: None)
+            around_epochs(trainer, self._before_first_epoch, self._after_epoch)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_step = self._seen_step = trainer.global_step
         self._last_s, self._asks_at = time.monotonic(), 0
-        self._is_owed = self._is_fenced = False
+        self._is_owed = self._is_fenced = self._waits_for_end = False
         super().on_train_start(trainer, pl_module)
 
     @override
@@ -171,17 +183,28 @@ class DeltaCheckpoint(ModelCheckpoint):
         )
         # What was left out is made up for now: when a fit has ended, its loops say that it has ended its epoch, too.
         is_last = trainer.should_stop or 0 <= trainer.max_steps <= step
-        if is_due or (is_last and self._is_owed):
-            self._save(trainer, waits=is_last)
+        if is_due or self._waits_for_end or (is_last and self._is_owed):
+            # What ends an epoch belongs to its last batch: a fit that goes on does not do it.
+            self._waits_for_end = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+            if not self._waits_for_end:
+                self._save(trainer, waits=is_last)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.monitor is not None:
             super().on_train_epoch_end(trainer, pl_module)
-        epochs = self._interval.epochs
-        is_due = epochs and (trainer.current_epoch + 1) % epochs == 0 and trainer.global_step > self._last_step
-        is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
-        if is_due or (is_last and self._is_owed):
+
+    def _after_epoch(self) -> None:
+        trainer, epochs = self._trainer, self._interval.epochs
+        assert trainer is not None
+        is_due = epochs and trainer.current_epoch % epochs == 0 and trainer.global_step > self._last_step
+        is_last = (
+            trainer.should_stop
+            or trainer.current_epoch == trainer.max_epochs
+            or 0 <= trainer.max_steps <= trainer.global_step
+        )
+        if is_due or self._waits_for_end or (is_last and self._is_owed):
+            self._waits_for_end = False
             self._save(trainer, waits=is_last)
 
     @override
@@ -364,9 +387,10 @@ class DeltaCheckpoint(ModelCheckpoint):
     # -- what only as many ranks can go on with -----------------------------------------------------------------------
 
     def _of_ranks(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the states of all ranks' random generators, and the order in which gradients are added up."""
+        """Return all ranks' random numbers and places in the epoch, and the order in which gradients are added up."""
         buffer = io.BytesIO()
-        torch.save(random_state(), buffer)
+        place = None if self._place is None else self._place.state()
+        torch.save({"random": random_state(), "place": place}, buffer)
         own = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
         device = trainer.strategy.root_device
         num_bytes = torch.tensor(float(own.numel()), device=device)
@@ -376,22 +400,39 @@ class DeltaCheckpoint(ModelCheckpoint):
         rows = trainer.strategy.all_gather(padded.to(device)).reshape(-1, longest)
         model = trainer.strategy.model
         buckets = model.bucket_order if isinstance(model, FaultTolerantDDP) else []
-        return {"random": [row.cpu().numpy().tobytes() for row in rows], "buckets": buckets}
+        # What comes from the ranks of this job may be any pickle; a checkpoint should need none.
+        own_of_each = [torch.load(io.BytesIO(row.cpu().numpy().tobytes()), weights_only=False) for row in rows]
+        return {"own": own_of_each, "buckets": buckets, "is_epoch_over": is_between_epochs(trainer)}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._ranks = checkpoint.get(_RANKS)
+        ranks = checkpoint.get(_RANKS)
+        self._begins_epoch = ranks is not None and ranks["is_epoch_over"]
+        self._ranks = ranks if ranks is not None and len(ranks["own"]) == trainer.world_size else None
+        if self._ranks is not None and self._place is not None:
+            self._place.take(self._ranks["own"][trainer.global_rank]["place"])
+
+    def _before_first_epoch(self) -> None:
+        if self._begins_epoch and self._trainer is not None:
+            go_on(self._trainer.fit_loop)  # Lightning would take the end of an epoch for a part of it
+        self._begins_epoch = False
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._ranks is not None and self._ranks["is_epoch_over"]:
+            set_random_state(self._ranks["own"][trainer.global_rank]["random"])
 
     def _before_batch(self) -> None:
         """Go on as the ranks that wrote the checkpoint, unless they were more or fewer."""
         ranks, self._ranks = self._ranks, None
         trainer = self._trainer
-        if ranks is None or trainer is None or len(ranks["random"]) != trainer.world_size:
+        if ranks is None or trainer is None or len(ranks["own"]) != trainer.world_size:
             return
         if isinstance(trainer.strategy.model, FaultTolerantDDP):
             trainer.strategy.model.load_bucket_order(ranks["buckets"])
-        set_random_state(torch.load(io.BytesIO(ranks["random"][trainer.global_rank]), weights_only=False))
-        draw_epoch_anew(trainer)
+        if not ranks["is_epoch_over"]:
+            set_random_state(ranks["own"][trainer.global_rank]["random"])
+            draw_epoch_anew(trainer)
 
     # -- what Lightning asks of a ModelCheckpoint ---------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if it changes):
 `trainer.connectors.data_connector._InfiniteBarrier`, `_TrainingEpochLoop._broadcast_sigterm_tensor`,
-`on_advance_end` and `_skip_next_val`, `_FitLoop.on_save_checkpoint`, `on_load_checkpoint`, `setup_data` and
-`_load_combined_loader_states`,
+`on_advance_end` and `_skip_next_val`, `_FitLoop.reset`, `on_advance_end`, `epoch_progress`, `on_save_checkpoint`,
+`on_load_checkpoint`, `setup_data` and `_load_combined_loader_states`,
 `_SignalConnector._sigterm_notifier_fn`, `_slurm_sigusr_handler_fn`, `_register_signal` and `received_sigterm`,
 `_TrainingEpochLoop.advance`, `_CheckpointConnector.dump_checkpoint`, `rank_zero_only.rank`, and in
 `fabric.strategies.launchers.subprocess_script` `_basic_subprocess_cmd` and `_hydra_subprocess_cmd`.
@@ -159,6 +159,31 @@ def around_each_batch(trainer: Trainer, before: Callable[[], None], after: Calla
         after()
 
     loop.advance = advance  # type: ignore[method-assign]
+
+
+def around_epochs(trainer: Trainer, before_first: Callable[[], None], after_each: Callable[[], None]) -> None:
+    """Have functions called around the epochs of a fit.
+
+    Args:
+        trainer: Its training loop is changed.
+        before_first: Called when a fit begins: its state has been loaded, its data are set up.
+        after_each: Called after all that belongs to an epoch, its validation and its schedulers' steps included.
+    """
+    fit = trainer.fit_loop
+    fit.reset = run_before(before_first, fit.reset)  # type: ignore[method-assign]
+    on_advance_end = fit.on_advance_end
+
+    def end_epoch() -> None:
+        on_advance_end()
+        after_each()
+
+    fit.on_advance_end = end_epoch  # type: ignore[method-assign]
+
+
+def is_between_epochs(trainer: Trainer) -> bool:
+    """Whether an epoch is over with all that belongs to it, and the next one has not begun."""
+    progressed: Any = trainer.fit_loop.epoch_progress.current
+    return 0 < int(progressed.ready) == int(progressed.processed) == int(progressed.completed)
 
 
 _IN_CHECKPOINTS = "lightning_ft"

@@ -103,7 +103,7 @@ def begin_epoch(trainer: Trainer, state: State) -> None:
     """
     fit, begun = trainer.fit_loop, trainer.current_epoch
     fit.load_state_dict(state.own["checkpoint"]["loops"]["fit_loop"])
-    _go_on(fit)
+    go_on(fit)
     if trainer.current_epoch == begun:
         return
     last_reload = state.own["last_reload"]
@@ -158,7 +158,7 @@ def restore(trainer: Trainer, state: State) -> list[dict[str, Any]] | None:
     connector.restore_callbacks()
     connector.restore_training_state()
     connector._loaded_checkpoint = {}
-    _go_on(trainer.fit_loop)
+    go_on(trainer.fit_loop)
     for name, parameter in trainer.lightning_module.named_parameters():
         gradient = gradients.get(name)
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
@@ -207,9 +207,9 @@ def _expect(results: _ResultCollection, logged: list[Any], trainer: Trainer) -> 
         results[key] = metric.to(trainer.strategy.root_device)
 
 
-def _go_on(loop: _Loop) -> None:
+def go_on(loop: _Loop) -> None:
     """Have a loop forget that its state was loaded: it is not started again from a checkpoint, but in its middle."""
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     for part in vars(loop).values():
         if isinstance(part, _Loop):
-            _go_on(part)
+            go_on(part)

@@ -76,10 +76,14 @@ def test_kill_in_saves(tmp_path: pathlib.Path) -> None:
 
 
 def test_with_stock_ddp(tmp_path: pathlib.Path) -> None:
-    """The callback needs nothing of ft_ddp: each rank writes its part, and goes on with what was saved."""
-    program = ["delta_fit.py", "12", "14", "--strategy", "ddp", "--devices", "2", "--every", "6"]
+    """The callback needs nothing of ft_ddp: each rank writes its part, and goes on with the rest of the epoch."""
+    program = ["delta_fit.py", "12", "15", "--strategy", "ddp", "--devices", "2", "--every", "6"]
     with jobs.running_script(tmp_path, program) as job:
         assert job.finish() == 0, job.output()
     records = jobs.read_lines(tmp_path / "0.jsonl")
-    assert [line["step"] for line in records] == list(range(14))
+    assert [line["step"] for line in records] == list(range(15))
+    others = jobs.read_lines(tmp_path / "1.jsonl")
+    assert [line["hash"] for line in others] == [line["hash"] for line in records]
+    assert sorted(sample for line in records + others for sample in line["samples"]) == list(range(NUM_SAMPLES))
     assert load(str(tmp_path / "run"))["global_step"] == 12
+    assert {path.name for path in (tmp_path / "run").rglob("*.pack")} == {"a0.r0.0.pack", "a0.r1.0.pack"}

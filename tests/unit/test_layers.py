@@ -32,6 +32,7 @@ LAYERS = (
     "checkpoint",
     "metrics",
     "lightning_internals",
+    "lightning_epoch",
     "lightning_deal",
     "lightning_refresh",
     "lightning_data",
