@@ -29,6 +29,7 @@ LIGHT = (
     "test_growth.py",
     "test_kill_points.py",
     "test_launch_ways.py",
+    "test_metrics.py",
     "test_nodes.py",
     "test_rejoin.py",
     "test_store_processes.py",

@@ -69,6 +69,8 @@ class Settings:
         coordinator: `host:port` of the coordinator; None: the agent starts one.
         process_group_backend: Backend inside `ft` (`gloo`); None: chosen by device.
         event_log: File that gets the event log; None: `ft_events.jsonl` in the run's log directory.
+        metrics_port: Port of the coordinator's host where Prometheus finds the job's metrics; None: nowhere.
+        metrics_host: Address to listen on there.
         enable: False gives stock behaviour without fault tolerance.
 
     Raises:
@@ -92,6 +94,8 @@ class Settings:
     coordinator: str | None = None
     process_group_backend: str | None = None
     event_log: str | None = None
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
     enable: bool = True
 
     def __post_init__(self) -> None:
@@ -116,11 +120,7 @@ class Settings:
             )
         _check_one_of("on_resize", self.on_resize, ON_RESIZE)
         _check_one_of("uneven", self.uneven, UNEVEN)
-        if self.coordinator is not None:
-            try:
-                parse_endpoint(self.coordinator)
-            except ValueError as error:
-                raise ValueError(f"coordinator: {error}") from None
+        _check_endpoints(self)
         if self.process_group_backend not in (None, "gloo"):
             raise ValueError(f"process_group_backend must be 'gloo' or None, got {self.process_group_backend!r}")
 
@@ -265,6 +265,17 @@ def _check_types(settings: Settings) -> None:
             raise ValueError(f"{name} must be {getattr(hint, '__name__', hint)}, got {value!r}")
 
 
+def _check_endpoints(settings: Settings) -> None:
+    if settings.coordinator is not None:
+        try:
+            parse_endpoint(settings.coordinator)
+        except ValueError as error:
+            raise ValueError(f"coordinator: {error}") from None
+    port = settings.metrics_port
+    if port is not None and not 0 < port < 65536:
+        raise ValueError(f"metrics_port must be from 1 to 65535, or None for no metrics, got {port!r}")
+
+
 def _flag(text: str) -> bool:
     flags = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     if text.lower() not in flags:
@@ -299,6 +310,8 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "coordinator": str,
     "process_group_backend": str,
     "event_log": str,
+    "metrics_port": _optional_int,
+    "metrics_host": str,
     "enable": _flag,
 }
 

@@ -82,6 +82,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         coordinator: `host:port` of the coordinator, if the agent shall not start one at a free port.
         process_group_backend: Backend inside `ft`: `gloo`.
         event_log: File of the event log.
+        metrics_port: Port of the coordinator's host where Prometheus finds the job's metrics.
+        metrics_host: Address to listen on there; other than loopback, whoever reaches it reads them.
         **ddp_kwargs: For DistributedDataParallel (`find_unused_parameters`, `static_graph`, `bucket_cap_mb`, ...).
 
     Raises:
@@ -119,6 +121,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         uneven: Literal["pad", "exact"] | None = None,
         max_world_size: int | None = None,
         spares: int | None = None,
+        metrics_port: int | None = None,
+        metrics_host: str | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
@@ -138,6 +142,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             rejoin_timeout=rejoin_timeout,
             max_world_size=max_world_size,
             spares=spares,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
             on_resize=on_resize,
             uneven=uneven,
         )

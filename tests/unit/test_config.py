@@ -70,6 +70,7 @@ def test_an_argument_silences_the_environment() -> None:
             {"LIGHTNING_FT_HEARTBEAT_TIMEOUT": "0.5", "LIGHTNING_FT_SPARES": "1"},
             r"must hold.* has LIGHTNING_FT_HEARTBEAT_TIMEOUT='0.5'\)",
         ),
+        ({"LIGHTNING_FT_METRICS_PORT": "65536"}, "from 1 to 65535.* has LIGHTNING_FT_METRICS_PORT='65536'"),
         ({"LIGHTNING_FT_COORDINATOR": "here"}, "expected host:port.* has LIGHTNING_FT_COORDINATOR='here'"),
     ],
 )
@@ -103,6 +104,8 @@ VALUES = {
     "coordinator": ("node0:29400", "node0:29400"),
     "process_group_backend": ("gloo", "gloo"),
     "event_log": ("events.jsonl", "events.jsonl"),
+    "metrics_port": ("9464", 9464),
+    "metrics_host": ("node0", "node0"),
     "enable": ("0", False),
 }
 

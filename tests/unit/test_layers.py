@@ -20,6 +20,7 @@ LAYERS = (
     "config",
     "event_log",
     "history",
+    "monitoring",
     "membership",
     "coordinator",
     "comm",

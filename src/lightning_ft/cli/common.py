@@ -108,6 +108,8 @@ _FLAGS: dict[str, tuple[dict[str, Any], str]] = {
     "spares": ({"type": int, "metavar": "N"}, "processes on each node that wait to replace members"),
     "coordinator": ({"metavar": "HOST:PORT"}, "where node 0's coordinator listens"),
     "event_log": ({"metavar": "PATH"}, "file that gets the event log"),
+    "metrics_port": ({"type": int, "metavar": "PORT"}, "port of the coordinator's host for Prometheus"),
+    "metrics_host": ({"metavar": "HOST"}, "address to listen on for Prometheus"),
 }
 """Each setting that is a flag, with what argparse needs and what it does."""
 
@@ -115,6 +117,7 @@ _UNSET = {
     "max_failures": "any number",
     "max_world_size": "as at the start",
     "coordinator": "any port of this node",
+    "metrics_port": "no metrics",
     "event_log": "none, or in the run's log directory",
 }
 """What the default None means."""

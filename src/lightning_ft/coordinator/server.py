@@ -20,10 +20,13 @@ from aiohttp import web
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.accepted import CLOSING_TIME_S, Connection, RefusedError, accept
 from lightning_ft.coordinator.channel import AGENT_PATH, GATHERING_PATH, MEMBER_PATH
+from lightning_ft.coordinator.chronicle import Chronicle
 from lightning_ft.coordinator.decisions import Decisions
 from lightning_ft.coordinator.ending import Identity
 from lightning_ft.coordinator.enlisting import beginning, who_is_there
 from lightning_ft.coordinator.memory import Memory
+from lightning_ft.coordinator.metrics import Pace
+from lightning_ft.coordinator.metrics_endpoint import MetricsEndpoint
 from lightning_ft.coordinator.nodes import Nodes
 from lightning_ft.coordinator.probe import Probes
 from lightning_ft.coordinator.status_view import STATUS_PATH, StatusView
@@ -82,6 +85,8 @@ class CoordinatorServer:
         self._expected = tuple(expected_members)
         self.is_deposed = False
         self.status: int | None = None
+        self._chronicle = Chronicle(event_log)
+        self._pace = Pace()
         self._decisions = Decisions(
             settings, expected_members, event_log, memory=memory, replica=replica or 0, term=term, clock=clock
         )
@@ -99,6 +104,7 @@ class CoordinatorServer:
         self._probes = Probes(self._pause_s, self._decisions.apply)
         self._refusals: dict[str, str] = {}
         self._runner: web.AppRunner | None = None
+        self._metrics_endpoint = self._make_metrics_endpoint()
         self._ticker: asyncio.Task[None] | None = None
         self._is_closing = False
         self.ended = asyncio.Event()
@@ -136,6 +142,9 @@ class CoordinatorServer:
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=CLOSING_TIME_S)
         await self._runner.setup()
         await web.SockSite(self._runner, listener, backlog=1024).start()
+        self._chronicle.begin(is_resumed=self._decisions.is_resumed)
+        if self._metrics_endpoint is not None:
+            await self._metrics_endpoint.start()
         self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
 
     async def stop(self) -> None:
@@ -147,8 +156,28 @@ class CoordinatorServer:
         await self._probes.stop()
         connections = [*self._members.values(), *self._agents.values()]
         await asyncio.gather(*(connection.say_goodbye() for connection in connections))
+        if self._metrics_endpoint is not None:
+            await self._metrics_endpoint.stop()
         if self._runner is not None:
             await self._runner.cleanup()
+
+    def _make_metrics_endpoint(self) -> MetricsEndpoint | None:
+        if self._settings.metrics_port is None:
+            return None
+        from lightning_ft.coordinator.metrics_families import JobCollector, Moment
+
+        def look() -> Moment:
+            return Moment(
+                state=self._state,
+                metrics=self._chronicle.metrics,
+                pace=self._pace,
+                term=self._replicas.term,
+                num_lost=self._event_log.num_lost,
+                now_s=self._clock(),
+                time_s=time.time(),
+            )
+
+        return MetricsEndpoint(self._settings.metrics_host, self._settings.metrics_port, JobCollector(look).text)
 
     def end(self) -> None:
         """Declare the job over, whoever is still there."""
@@ -355,6 +384,8 @@ class CoordinatorServer:
         if isinstance(message, wire.Report):
             self._on_report(message)
         else:
+            if isinstance(message, events.Heartbeat) and message.step is not None:
+                self._pace.hear(message.member, message.step, self._clock())
             self._decisions.apply(message)  # type: ignore[arg-type]  # FROM_MEMBER holds events and Report only
 
     def _on_report(self, report: wire.Report) -> None:
