@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from lightning_ft.cli import checkpoint, coordinator, run, status
+from lightning_ft.cli import checkpoint, completion, coordinator, doctor, run, status
 from lightning_ft.cli.common import EXIT_FAILED, EXIT_USAGE, CommandError, Formatter, examples, version
 from lightning_ft.errors import FaultToleranceError
 
@@ -22,7 +22,7 @@ lightning-ft status                                # look at it
 lightning-ft COMMAND --help                        # flags, defaults, examples and exit status of each command
 """
 
-_COMMANDS = (run, coordinator, status, checkpoint)
+_COMMANDS = (run, coordinator, status, checkpoint, doctor, completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return EXIT_USAGE
     try:
+        options.make_parser = make_parser
         status = int(options.function(options))
         sys.stdout.flush()
     except ValueError as error:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from typing import Any
 
 from lightning_ft.cli import checkpoint_check, checkpoint_export, checkpoint_look
+from lightning_ft.cli.checkpoint_place import add_storage_options
 from lightning_ft.cli.common import EXIT_CODES, Formatter, add_command, add_json, examples, positive
 
 _OVERVIEW = """
@@ -104,31 +104,13 @@ def _add(
 ) -> argparse.ArgumentParser:
     parser = add_command(verbs, name, function, text, shown)
     parser.add_argument("url", metavar="URL", help="directory: a path, or what fsspec knows, as s3://bucket/run")
-    parser.add_argument(
-        "--storage-option",
-        action="append",
-        default=[],
-        type=_option,
-        metavar="KEY=VALUE",
-        help="for fsspec's file system; VALUE is JSON, or else text; may be repeated",
-    )
-    parser.add_argument("--endpoint-url", metavar="URL", help="of an S3 server that is not Amazon's")
+    add_storage_options(parser)
     add_json(parser)
     return parser
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="of the newest run that has it (default: the newest)")
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    if not separator or not name:
-        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def _show_help(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TYPE_CHECKING, Any
 
 from lightning_ft.cli.common import CommandError
@@ -10,6 +11,29 @@ from lightning_ft.cli.common import CommandError
 if TYPE_CHECKING:
     from lightning_ft.checkpoint.records import Key
     from lightning_ft.checkpoint.store import Store
+
+
+def add_storage_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how the storage is reached."""
+    parser.add_argument(
+        "--storage-option",
+        action="append",
+        default=[],
+        type=_option,
+        metavar="KEY=VALUE",
+        help="for fsspec's file system; VALUE is JSON, or else text; may be repeated",
+    )
+    parser.add_argument("--endpoint-url", metavar="URL", help="of an S3 server that is not Amazon's")
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def storage_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -27,6 +27,8 @@ FLAGS = {
     ),
     "coordinator": f"{RUN_AND_COORDINATOR} --listen --state",
     "status": "--coordinator --json --pid --rdzv-id",
+    "doctor": f"{PLACE} --coordinator --nproc-per-node --storage",
+    "completion": "",
     "checkpoint": "",
     "checkpoint list": PLACE,
     "checkpoint inspect": f"{PLACE} --step --tensors",
@@ -118,3 +120,21 @@ def test_without_a_command_it_shows_the_help(capsys: pytest.CaptureFixture[str])
     """Status 2: nothing was done."""
     assert main([]) == 2
     assert "examples:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_each_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In each shell's own language."""
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(word in script for command in ALL for word in command.split())
+    assert "deep" in script
+
+
+def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A real bash, which has read the script."""
+    main(["completion", "bash"])
+    words = "COMP_WORDS=(lightning-ft checkpoint ver); COMP_CWORD=2; _shtab_lightning_ft; echo ${COMPREPLY[@]}"
+    script = f"{capsys.readouterr().out}\n{words}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)  # noqa: S607
+    assert done.stdout.strip() == "verify"
