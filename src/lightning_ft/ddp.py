@@ -30,14 +30,17 @@ from lightning_ft.facts import facts_of_module
 from lightning_ft.faultpoints import reach
 from lightning_ft.reduction import CommHook, Commit, GradientReduction, Layout, Part, load_gradients
 
-_LEAVES = 1 << 16
+_LEAVES = 1 << 12
 """What a commit's word counts for a member that was asked to leave; below it, the requests to stop."""
 
-_JOINS = 1 << 32
+_JOINS = 1 << 24
 """What it counts for a member that knows of a joiner."""
 
-_CLOSED = 1 << 48
+_CLOSED = 1 << 36
 """What it counts for a member that a joiner could not take everything over from."""
+
+_ROLLBACKS = 1 << 48
+"""What it counts for a member that wants all to go back to an earlier state."""
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _GroupBase: Any = dist.ProcessGroup  # torch's stubs know neither Python subclasses nor their methods' plain signatures
@@ -52,12 +55,14 @@ class StepCommit:
         contributors: Logical ids whose gradients are in the average.
         stop_requests: How many members ask all to stop.
         leave_requests: How many members were asked to leave, without the others.
+        rollback_requests: How many members want all to go back to an earlier state.
     """
 
     step: int
     contributors: tuple[str, ...]
     stop_requests: int
     leave_requests: int
+    rollback_requests: int = 0
 
 
 class _ReducerGroup(_GroupBase):  # type: ignore[misc]
@@ -122,6 +127,7 @@ class FaultTolerantDDP(DistributedDataParallel):
         is_stop_requested: Set to ask all members, with the next commit, to stop.
         is_leave_requested: Set to tell all members, with the next commit, that this one was asked to leave.
         num_leave_requests: How many commits in a row have said so.
+        is_rollback_requested: Set to ask all members, with the next commit, to go back to an earlier state.
 
     Raises:
         ValueError: An argument is not supported, or WORLD is not an `ft` group.
@@ -141,6 +147,7 @@ class FaultTolerantDDP(DistributedDataParallel):
         self.on_commit: Callable[[StepCommit], None] | None = None
         self.is_stop_requested = self.is_leave_requested = False
         self.num_leave_requests = 0
+        self.is_rollback_requested = False
         self._world = world
         self._user_hook: tuple[Any, CommHook] | None = None
         self._reduction: GradientReduction | None = None
@@ -325,7 +332,9 @@ class FaultTolerantDDP(DistributedDataParallel):
             + _LEAVES * is_leaving
             + _JOINS * ring.is_join_pending
             + _CLOSED * ring.is_closed_to_joiners
+            + _ROLLBACKS * self.is_rollback_requested
         )
+        self.is_rollback_requested = False
         ring.submit(sequence, commit)
         return commit
 
@@ -337,7 +346,8 @@ class FaultTolerantDDP(DistributedDataParallel):
         if self.on_commit is not None:
             contributors = ring.members_of(reduction.final_generation)
             leaves, stops = divmod(commit.total % _JOINS, _LEAVES)
-            self.on_commit(StepCommit(ring.step - 1, contributors, stops, leaves))
+            rollbacks = commit.total // _ROLLBACKS
+            self.on_commit(StepCommit(ring.step - 1, contributors, stops, leaves, rollbacks))
 
     @property
     def bucket_order(self) -> list[Tensor]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import io
 import os
+import threading
 import time
 from collections import Counter
 from typing import Any, Literal
@@ -21,7 +23,8 @@ from typing_extensions import override
 from lightning_ft.checkpoint.manifests import published_keys
 from lightning_ft.checkpoint.records import LOSSLESS, Key, Manifest, manifest_path
 from lightning_ft.checkpoint.saver import Saved, Saver
-from lightning_ft.checkpoint.store import open_store
+from lightning_ft.checkpoint.snapshots import Share
+from lightning_ft.checkpoint.store import Store, open_store
 from lightning_ft.checkpoint.writer import Plan, Writer
 from lightning_ft.comm import backend
 from lightning_ft.comm.backend import is_member, progress
@@ -50,6 +53,21 @@ _FAREWELL_S = 30.0
 """So long a save that was given up may take to end."""
 
 
+@dataclasses.dataclass(slots=True)
+class Snapshot:
+    """What a rank has in memory of the state that was saved last.
+
+    Attributes:
+        key: Of the checkpoint that it became, or was to become.
+        share: Of its tensors.
+        own: What the rank needs besides to go on from there; None: that is to be taken before the next batch.
+    """
+
+    key: Key
+    share: Share
+    own: bytes | None = None
+
+
 class DeltaCheckpoint(ModelCheckpoint):
     """Saves the state of a fit again and again, each time only what has changed, while training goes on.
 
@@ -73,12 +91,16 @@ class DeltaCheckpoint(ModelCheckpoint):
         monitor_mode: Whether less (`"min"`) or more (`"max"`) of it is better.
         save_top_k: How many of these.
         strict: Whether a save that fails raises.
+        max_rollbacks: Under `ft_ddp`, how often a fit goes back to the same saved state, which its ranks have in
+            memory, when a `FaultToleranceError` is raised in `training_step`; 0: such an error ends the rank.
         storage_options: For the storage, as fsspec takes them: credentials, `endpoint_url`.
 
     Attributes:
         num_saved: Checkpoints that were committed; known on rank 0.
         num_skipped: Saves that were left out since the one before was not done.
-        num_failed: Saves that failed, or were given up since a rank was lost.
+        snapshot: The state that was saved last, as far as this rank holds it.
+        is_rolling_back: The state of the fit is not to be saved: all ranks are about to go back to an earlier one.
+        num_failed: Saves that failed; on rank 0 also those that were given up since a rank was lost.
 
     Raises:
         ValueError: An argument is wrong.
@@ -98,6 +120,7 @@ class DeltaCheckpoint(ModelCheckpoint):
         monitor_mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
         strict: bool = False,
+        max_rollbacks: int = 3,
         storage_options: dict[str, Any] | None = None,
     ) -> None:
         if mode != LOSSLESS:
@@ -107,8 +130,13 @@ class DeltaCheckpoint(ModelCheckpoint):
         self._base_every = None if base_every == "auto" else base_every
         self._keep_last = keep_last
         self._storage_options = storage_options or {}
-        Writer(self._open(), base_every=self._base_every, keep_last=keep_last)  # whatever is wrong is told now
+        Writer(self.open_store(), base_every=self._base_every, keep_last=keep_last)  # whatever is wrong is told now
+        if max_rollbacks < 0:
+            raise ValueError(f"max_rollbacks must be at least 0, got {max_rollbacks!r}")
         self._strict = strict
+        self.max_rollbacks = max_rollbacks
+        self.snapshot: Snapshot | None = None
+        self.is_rolling_back = False
         self.num_saved = self.num_skipped = self.num_failed = 0
         self._causes: Counter[str] = Counter()
         self._trainer: Trainer | None = None
@@ -127,7 +155,8 @@ class DeltaCheckpoint(ModelCheckpoint):
             f"{self.url.rstrip('/')}/best", monitor=monitor, mode=monitor_mode, save_top_k=save_top_k if monitor else 0
         )
 
-    def _open(self) -> Any:
+    def open_store(self) -> Store:
+        """Return the storage of the checkpoints."""
         return open_store(self.url, **self._storage_options)
 
     # -- when ---------------------------------------------------------------------------------------------------------
@@ -175,7 +204,9 @@ class DeltaCheckpoint(ModelCheckpoint):
     ) -> None:
         step, seen = trainer.global_step, self._seen_step
         self._seen_step = step
-        if step == seen:  # in the middle of an accumulation there are gradients, which no checkpoint holds
+        if (
+            step == seen or self.is_rolling_back
+        ):  # in the middle of an accumulation there are gradients, which no checkpoint holds
             return
         interval = self._interval
         is_due = (interval.steps and step // interval.steps > self._last_step // interval.steps) or (
@@ -266,7 +297,7 @@ class DeltaCheckpoint(ModelCheckpoint):
             self._drop_saver()  # the ranks have changed in this very step
         if self._saver is None:
             writer = Writer(
-                self._open(),
+                self.open_store(),
                 rank=trainer.global_rank,
                 num_ranks=trainer.world_size,
                 base_every=self._base_every,
@@ -280,8 +311,10 @@ class DeltaCheckpoint(ModelCheckpoint):
         if plan is None:
             self._failed(error, self._last_step, is_teller=trainer.is_global_zero)
             return
-        self._begun = plan.key
+        self._begun, self.snapshot = plan.key, None
         self._saver.start(plan, state, due_s)
+        if self._saver.share is not None:
+            self.snapshot = Snapshot(plan.key, self._saver.share)
 
     def _plan(self, step: int) -> tuple[Plan | None, CheckpointError | None]:
         assert self._saver is not None
@@ -342,11 +375,17 @@ class DeltaCheckpoint(ModelCheckpoint):
         saver.abandon()
         saver.wait(_FAREWELL_S)
         begun, self._begun = self._begun, None
-        is_known = saver.last is not None and saver.last.key == begun
-        if begun is not None and not is_known:
-            self.num_failed += 1
-            if self._trainer is not None and self._trainer.is_global_zero:
-                self._tell_failed(begun.step, "ranks changed", "a rank that took part in it is gone, or another came.")
+        is_done = saver.last is not None and saver.last.key == begun
+        if begun is not None and not is_done and self._trainer is not None and self._trainer.is_global_zero:
+            # If the rank that was to commit is gone, only the storage knows whether it did, which may take its time.
+            knows = saver.writer.rank == 0
+            threading.Thread(target=self._given_up, args=(begun, knows), name="lightning_ft given up").start()
+
+    def _given_up(self, key: Key, knows: bool) -> None:  # noqa: FBT001 - a thread's arguments
+        with contextlib.suppress(StoreError):
+            if knows or key not in published_keys(self.open_store()):
+                self.num_failed += 1
+                self._tell_failed(key.step, "ranks changed", "a rank that took part in it is gone, or another came")
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
@@ -438,7 +477,7 @@ class DeltaCheckpoint(ModelCheckpoint):
 
     @override
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        keys = published_keys(self._open())
+        keys = published_keys(self.open_store())
         return {f"{self.url.rstrip('/')}/{manifest_path(keys[0])}"} if keys else set()
 
 

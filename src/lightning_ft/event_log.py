@@ -254,6 +254,7 @@ _SENTENCES: dict[str, tuple[int, str]] = {
         logging.INFO,
         "step {step} is restored from {source} in {duration_s} s; {steps_lost} steps are lost",
     ),
+    "rollback_requested": (logging.WARNING, "asks all to go back from step {step}: {exception}"),
     "failed": (logging.WARNING, "the process fails with {exception}"),
     "member_joined": (logging.DEBUG, "joined the job"),
     "join_declined": (logging.WARNING, "can't join: {reason}"),

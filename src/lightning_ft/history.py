@@ -668,6 +668,7 @@ ONLY_TOLD = frozenset(
         "failed",
         "join_declined",
         "member_stacks",
+        "rollback_requested",
     }
 )
 """Events that change nothing here."""

@@ -45,6 +45,7 @@ from lightning_ft.lightning_checkpoints import DeltaCheckpointIO
 from lightning_ft.lightning_evaluation import CompleteEvaluations
 from lightning_ft.lightning_refresh import DataRefresher
 from lightning_ft.resize import Resize
+from lightning_ft.rollback import Rollback
 from lightning_ft.stopping import Stopping
 
 _log = logging.getLogger("lightning_ft")
@@ -171,6 +172,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._data: DataRefresher | None = None
         self._epoch_data: lightning_data.EpochData | None = None
         self._resize: Resize | None = None
+        self._rollback: Rollback | None = None
         self._is_promoted = False
         self._stopping = Stopping(
             self,
@@ -279,6 +281,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
                 CompleteEvaluations(trainer, lambda: self._group_members, self.barrier, self._on_complete)
             lightning_internals.around_each_batch(trainer, self._before_batch, self._epoch_data.after_batch)
             lightning_internals.take_stop_signals(trainer, self._stopping)
+            if self.group is not None:
+                self._rollback = Rollback.of(trainer, self.group, self._give, self._go_back)
         promotion.prepare(trainer, self.broadcast)
         self._tell_log_directory(trainer)
         if self._is_outside:
@@ -367,7 +371,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with _doing("training_step"):
+        with _doing("training_step"), contextlib.nullcontext() if self._rollback is None else self._rollback.catching():
             return super().training_step(*args, **kwargs)
 
     @override
@@ -394,6 +398,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     def _on_commit(self, commit: StepCommit) -> None:
         self._stopping.on_commit(commit)
+        if self._rollback is not None:
+            self._rollback.on_commit(commit)
         if self._epoch_data is not None:
             self._epoch_data.on_commit(commit.contributors)
 
@@ -421,6 +427,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self._epoch_data.before_batch()
         if self.group is not None and self._resize is not None:
             self._resize.tell(self.group.members)
+        if self._rollback is not None:
+            self._rollback.before_batch()
 
     def _facts(self) -> Iterator[Fact]:
         assert self.lightning_module is not None
@@ -456,12 +464,27 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         assert self._epoch_data is not None
         if num_fits != self.num_fits:
             raise ValueError(f"the job is in its fit number {num_fits}, this process in number {self.num_fits}")
-        of_trainer = State(state.replicated, own)
         with self.group.ring.outside():
-            rejoin.begin_epoch(self._trainer, of_trainer)
-        self._epoch_data.load(rejoin.restore(self._trainer, of_trainer))
+            rejoin.begin_epoch(self._trainer, State(state.replicated, own))
+        self._restore(State(state.replicated, own))
         self._resize.told = told
         promotion.forget(self._trainer)
+
+    def _restore(self, state: State) -> None:
+        assert self._trainer is not None
+        assert self._epoch_data is not None
+        self._epoch_data.load(rejoin.restore(self._trainer, state))
+
+    def _go_back(self, state: State) -> None:
+        """As those who join, but all at once, and with the members and the rates that there are now."""
+        assert self._trainer is not None
+        assert self._epoch_data is not None
+        _, told, own = state.own
+        rejoin.begin_epoch(self._trainer, State(state.replicated, own))
+        self._restore(State(state.replicated, own))
+        if self._resize is not None:
+            self._resize.told = told  # learning rates are those of the members that there were
+        self._epoch_data.joined()
 
     def _agree_on_requeue(self, own: signal.Signals | None) -> signal.Signals | None:
         """All ranks save, and SLURM starts the job again, if any rank stops for that."""

@@ -30,8 +30,12 @@ def _fit(
 
 
 def test_a_resumed_fit_is_bitwise_the_one_that_was_not_interrupted(tmp_path: pathlib.Path) -> None:
-    """In the middle of an epoch, with every rank's random numbers; and fewer ranks train on what is left of it."""
+    """In the middle of an epoch, with every rank's random numbers; and fewer ranks train on what is left of it.
+
+    So is one that goes back in process.
+    """
     whole = _fit(tmp_path / "whole", 25, "--wait", "--every", "9")
+    _check_going_back(tmp_path / "back", whole)
     shutil.copytree(tmp_path / "whole" / "run", tmp_path / "parts" / "run")
     resumed = _fit(tmp_path / "parts", 38, "--wait", "--every", "9")
     assert [records[:7] for records in resumed] == [records[18:] for records in whole]
@@ -45,6 +49,28 @@ def test_a_resumed_fit_is_bitwise_the_one_that_was_not_interrupted(tmp_path: pat
     of_epoch = [line for records in resumed for line in records if 30 <= line["step"] < 36]
     of_epoch += [line for records in fewer for line in records if line["step"] <= 41]
     assert sorted(sample for line in of_epoch for sample in line["samples"]) == list(range(NUM_SAMPLES))
+
+
+def _check_going_back(out: pathlib.Path, whole: list[list[dict[str, Any]]]) -> None:
+    """Within an epoch, to the one before, to the end of one, for two at once; and to what a dead rank has written."""
+    gives_up = "0/1@6,0/2@11,0/0@22,0/1@22,0/0@23,0/0@23,0/0@23"
+    program = ["delta_fit.py", "25", "--wait", "--every", "4", "--gives-up", gives_up]
+    with jobs.running_fit(out, 3, program, {"LIGHTNING_FT_FAIL_AT": "0/2=commit.enter@33"}) as job:
+        assert job.finish() == 1, job.output()  # going back to the same step three times has not helped
+        first, second, third = map(job.records, MEMBERS)
+    together = [*range(7), *range(4, 12), *range(8, 23), *range(20, 23)]
+    assert [line["step"] for line in third] == together
+    for records, expected in zip((first, second, third), whole, strict=True):
+        assert all(line == expected[line["step"]] for line in records[: len(together)])
+    assert [line["step"] for line in first[len(together) :]] == [23, *range(20, 24), *range(20, 24)]
+    assert first[len(together) + 1]["hash"] == whole[0][20]["hash"]
+    assert [line["hash"] for line in first] == [line["hash"] for line in second]
+    told = [line for line in job.events() if line["event"] == "checkpoint_restored"]
+    found = [(line["step"], line["source"], line["steps_lost"]) for line in told]
+    assert found == [(4, "memory", 2), (8, "memory", 3), (20, "memory", 2), (20, "storage", 3), (20, "storage", 3)]
+    failed = [line["exception"] for line in job.events() if line["event"] == "failed" and line["member"] == "0/0"]
+    assert "the loss is not finite" in failed[0]
+    assert "has not helped" in failed[0]
 
 
 def test_kill_in_saves(tmp_path: pathlib.Path) -> None:

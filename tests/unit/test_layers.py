@@ -43,6 +43,7 @@ LAYERS = (
     "resize",
     "lightning_checkpoints",
     "delta_checkpoint",
+    "rollback",
     "launch",
     "strategy",
     "callbacks",

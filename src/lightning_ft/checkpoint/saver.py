@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_ft.checkpoint.records import Manifest
-from lightning_ft.checkpoint.snapshots import Snapshots
+from lightning_ft.checkpoint.snapshots import Share, Snapshots
 from lightning_ft.checkpoint.tree import FlatState
 from lightning_ft.checkpoint.writer import Plan, Writer
 from lightning_ft.errors import CheckpointError
@@ -48,6 +48,7 @@ class Saver:
 
     Attributes:
         last: The last checkpoint that this rank has committed.
+        share: This rank's share of the state that was saved last; None: there is none yet.
 
     Threads: all methods are for one thread; what they start runs in another, until `wait` says that it has ended.
     """
@@ -56,6 +57,7 @@ class Saver:
         self.writer = writer
         self._on_saved = on_saved
         self.last: Manifest | None = None
+        self.share: Share | None = None
         self._snapshots = Snapshots(writer.rank, writer.num_ranks)
         self._thread: threading.Thread | None = None
         self._is_written = threading.Event()
@@ -96,14 +98,15 @@ class Saver:
         self._is_written.clear()
         self._is_abandoned.clear()
         self._error = None
+        self.share = None
         try:
-            flat = self._snapshots.take(state)
+            self.share = self._snapshots.take(state)
         except ValueError as error:  # as any other: the other ranks have to learn of it
             self._error = error
             return
         self._thread = threading.Thread(
             target=self._run,
-            args=(plan, flat, due_s, time.monotonic() - due_s),
+            args=(plan, self.share.flat, due_s, time.monotonic() - due_s),
             name="lightning_ft checkpoint",
             daemon=True,
         )

@@ -1,10 +1,11 @@
 """A fit that saves differential checkpoints, and goes on from the last one.
 
-    delta_fit.py OUT STEPS... [--devices N] [--strategy ft_ddp|ddp] [--every N] [--pause S] [--wait]
+    delta_fit.py OUT STEPS... [--devices N] [--strategy ft_ddp|ddp] [--every N] [--pause S] [--wait] [--gives-up ...]
 
 Each rank appends a JSON line per batch to OUT/<rank's member or number>.jsonl: the step, the samples, and the weights'
 hash before it. The checkpoints are in OUT/run. With several STEPS there are
 as many fits, each with a Trainer of its own. With --wait no save is left out: each batch waits for the last one.
+With --gives-up 0/1@13,0/0@26 a member can't go on with the step, once for each time that it is named.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ def weights_hash(state: dict[str, Any]) -> str:
 class Model(L.LightningModule):
     """Dropout makes each step depend on the random numbers of the rank."""
 
-    def __init__(self, out: pathlib.Path, pause_s: float) -> None:
+    def __init__(self, out: pathlib.Path, pause_s: float, gives_up: list[str]) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 1))
         self.out = out
         self.pause_s = pause_s
+        self.gives_up = gives_up
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         """Write down where the fit is, and train."""
@@ -56,6 +58,10 @@ class Model(L.LightningModule):
         }
         with (self.out / f"{name}.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
+        moment = f"{name.replace('-', '/')}@{self.global_step}"
+        if moment in self.gives_up:
+            self.gives_up.remove(moment)
+            raise lightning_ft.FaultToleranceError("the loss is not finite")
         return torch.nn.functional.mse_loss(self.net(batch[0]), batch[0].sum(1, keepdim=True))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -85,6 +91,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step")
     parser.add_argument("--wait", action="store_true")
+    parser.add_argument("--gives-up", default="")
     arguments = parser.parse_args()
     for num_steps in arguments.steps:
         fit(arguments, num_steps)
@@ -107,7 +114,7 @@ def fit(arguments: argparse.Namespace, num_steps: int) -> None:
         enable_model_summary=False,
     )
     loader = DataLoader(data, batch_size=5, shuffle=True)
-    trainer.fit(Model(arguments.out, arguments.pause), loader, ckpt_path="last")
+    trainer.fit(Model(arguments.out, arguments.pause, arguments.gives_up.split(",")), loader, ckpt_path="last")
     print(f"rank {trainer.global_rank}: saved {saves.num_saved}, failed {saves.num_failed}", flush=True)
 
 
