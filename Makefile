@@ -38,8 +38,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: setup
-	@{ command -v ip && command -v promtool; } >/dev/null || test "$$(id -u)" != 0 || \
-	    { apt-get update -q && apt-get install -y -q --no-install-recommends iproute2 prometheus; }
+	@{ command -v ip && command -v promtool && command -v chromium; } >/dev/null || test "$$(id -u)" != 0 || \
+	    { apt-get update -q && apt-get install -y -q --no-install-recommends iproute2 prometheus chromium; }
 	$(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
 
 test-quick: setup

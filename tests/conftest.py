@@ -31,6 +31,7 @@ LIGHT = (
     "test_launch_ways.py",
     "test_metrics.py",
     "test_nodes.py",
+    "test_page.py",
     "test_rejoin.py",
     "test_store_processes.py",
 )

@@ -326,7 +326,7 @@ def histories(lines: Iterable[str | bytes]) -> list[History]:
     """
     found = [History()]
     for line in lines:
-        if _is_start(line) and found[-1].num_events:
+        if is_start(line) and found[-1].num_events:
             found.append(History())
         found[-1].add(line)
     return found
@@ -416,9 +416,10 @@ def _read(line: str | bytes) -> _Line | None:
     return _Line(float(time_s), event, generation, member, values)
 
 
-def _is_start(line: str | bytes) -> bool:
-    if (b"job_started" if isinstance(line, bytes) else "job_started") not in line:  # type: ignore[operator]
-        return False
+def is_start(line: str | bytes) -> bool:
+    """Whether another run of the job begins with this line."""
+    if "job_started" not in (line if isinstance(line, str) else line.decode(errors="replace")):
+        return False  # at once, for nearly all lines
     read = _read(line)
     return read is not None and read.event == "job_started"
 

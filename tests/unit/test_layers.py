@@ -21,6 +21,7 @@ LAYERS = (
     "event_log",
     "history",
     "monitoring",
+    "page",
     "membership",
     "coordinator",
     "comm",
@@ -57,6 +58,7 @@ FORBIDDEN = {
     "errors": {"asyncio", "lightning", "torch"},
     "config": {"asyncio", "lightning", "torch"},
     "event_log": {"asyncio", "lightning", "torch"},
+    "page": {"aiohttp", "asyncio", "lightning", "os", "pathlib", "threading", "time", "torch"},
     "history": {"aiohttp", "asyncio", "lightning", "os", "pathlib", "threading", "time", "torch"},
     "membership": {
         "aiohttp",

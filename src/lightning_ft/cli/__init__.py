@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from lightning_ft.cli import checkpoint, completion, coordinator, doctor, run, status
+from lightning_ft.cli import checkpoint, completion, coordinator, doctor, report, run, status
 from lightning_ft.cli.common import EXIT_FAILED, EXIT_USAGE, CommandError, Formatter, examples, version
 from lightning_ft.errors import FaultToleranceError
 
@@ -22,7 +22,7 @@ lightning-ft status                                # look at it
 lightning-ft COMMAND --help                        # flags, defaults, examples and exit status of each command
 """
 
-_COMMANDS = (run, coordinator, status, checkpoint, doctor, completion)
+_COMMANDS = (run, coordinator, status, report, checkpoint, doctor, completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

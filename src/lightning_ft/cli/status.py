@@ -7,6 +7,7 @@ import dataclasses
 import http.client
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ STATUS_PATH = "/v1/status"
 
 _EXAMPLES = """
 lightning-ft status                                # the job that runs on this machine, started by you
+lightning-ft status --open                         # the same and more as a page in the browser
 lightning-ft status --pid 4711                     # the one whose agent, or one of whose ranks, is process 4711
 LIGHTNING_FT_TOKEN=... lightning-ft status --coordinator node0:29400
 lightning-ft status --json | jq '.members[] | select(.state != "running")'
@@ -47,6 +49,9 @@ def add(commands: Any) -> None:
         help="where it listens (default: LIGHTNING_FT_COORDINATOR); the token is LIGHTNING_FT_TOKEN",
     )
     status.add_argument("--rdzv-id", "--rdzv_id", default="", metavar="ID", help="as given to `lightning-ft run`")
+    status.add_argument(
+        "--open", action="store_true", help="show the status page: print its address, and open it if there is a browser"
+    )
     status.add_argument("--pid", type=int, metavar="PID", help="agent, or rank, of a job on this machine")
     add_json(status)
 
@@ -54,10 +59,25 @@ def add(commands: Any) -> None:
 def _status(options: argparse.Namespace) -> int:
     job = _job(options)
     told = ask(job)
+    if options.open:
+        return _open(job)
     if options.json:
         print_json(told)
     else:
         print(shown(told))
+    return EXIT_OK
+
+
+def _open(job: Job) -> int:
+    """Print the page's address with a key that is good for nothing else, and open it where there is a screen."""
+    import webbrowser
+
+    from lightning_ft.page.key import key_of
+
+    address = f"http://{job.endpoint}/?token={key_of(job.token)}"
+    print(address)
+    if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
+        webbrowser.open(address)
     return EXIT_OK
 
 

@@ -28,6 +28,7 @@ from lightning_ft.coordinator.memory import Memory
 from lightning_ft.coordinator.metrics import Pace
 from lightning_ft.coordinator.metrics_endpoint import MetricsEndpoint
 from lightning_ft.coordinator.nodes import Nodes
+from lightning_ft.coordinator.page_view import PageView, address_of
 from lightning_ft.coordinator.probe import Probes
 from lightning_ft.coordinator.status_view import STATUS_PATH, StatusView
 from lightning_ft.event_log import DEFAULT_NAME, EventLog, exception_of
@@ -132,19 +133,23 @@ class CoordinatorServer:
     async def start(self, listener: socket.socket) -> None:
         """Accept connections on a listening socket, and start to tick."""
         application = web.Application()
+        view = StatusView(self._token, lambda: self._state, self._clock)
         routes = {
             MEMBER_PATH: self._serve_member,
             AGENT_PATH: self._serve_agent,
             GATHERING_PATH: self._serve_arrival,
-            STATUS_PATH: StatusView(self._token, lambda: self._state, self._clock).serve,
+            STATUS_PATH: view.serve,
         }
         application.add_routes([web.get(path, handler) for path, handler in routes.items()])
+        application.add_routes(PageView(self._token, self._event_log, view.told).routes())
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=CLOSING_TIME_S)
         await self._runner.setup()
         await web.SockSite(self._runner, listener, backlog=1024).start()
         self._chronicle.begin(is_resumed=self._decisions.is_resumed)
         if self._metrics_endpoint is not None:
             await self._metrics_endpoint.start()
+        if not self._decisions.is_resumed:
+            logger.info("the status page is at %s (lightning-ft status --open)", address_of(listener, self._settings))
         self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
 
     async def stop(self) -> None:

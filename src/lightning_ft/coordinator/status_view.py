@@ -99,6 +99,10 @@ class StatusView:
         self._state = state
         self._clock = clock
 
+    def told(self) -> dict[str, Any]:
+        """Return what it answers."""
+        return job_status(self._state(), self._clock())
+
     async def serve(self, request: web.Request) -> web.Response:
         """Answer one request.
 
@@ -106,4 +110,4 @@ class StatusView:
             web.HTTPException: The token is not the job's (401).
         """
         check_token(request, self._token)
-        return web.json_response(job_status(self._state(), self._clock()), headers={"Cache-Control": "no-store"})
+        return web.json_response(self.told(), headers={"Cache-Control": "no-store"})

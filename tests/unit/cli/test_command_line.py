@@ -26,7 +26,8 @@ FLAGS = {
         "--node-rank --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --standalone"
     ),
     "coordinator": f"{RUN_AND_COORDINATOR} --listen --state",
-    "status": "--coordinator --json --pid --rdzv-id",
+    "report": "--html --json --png --run",
+    "status": "--coordinator --json --open --pid --rdzv-id",
     "doctor": f"{PLACE} --coordinator --nproc-per-node --storage",
     "completion": "",
     "checkpoint": "",
