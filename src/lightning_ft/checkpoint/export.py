@@ -16,14 +16,20 @@ from fsspec.core import split_protocol
 from lightning_ft.checkpoint.store import open_store
 from lightning_ft.errors import CheckpointError
 
+RANKS = "lightning_ft_ranks"
+"""Entry of a fit's state that `DeltaCheckpoint` alone reads: the ranks' random generators. It holds numpy's objects."""
+
 _COPY_BYTES = 16 << 20
 
 
-def write_ckpt(state: Any, target: str, *, overwrites: bool = False, **storage_options: Any) -> None:
+def write_ckpt(
+    state: Any, target: str, *, has_ranks: bool = False, overwrites: bool = False, **storage_options: Any
+) -> None:
     """Write a state as `torch.save` does; that of a fit is then an ordinary checkpoint of Lightning's.
 
     Args:
         state: Of a checkpoint.
+        has_ranks: Whether the entry `RANKS` is kept. With it the file can't be loaded with `weights_only=True`.
         target: A path, or a URL. It is there whole or not at all, whatever is killed when.
         overwrites: Whether a file that is there may be replaced; of a path only.
         storage_options: For a URL.
@@ -32,6 +38,8 @@ def write_ckpt(state: Any, target: str, *, overwrites: bool = False, **storage_o
         FileExistsError: It is there.
         CheckpointError: It can't be written.
     """
+    if isinstance(state, dict) and not has_ranks:
+        state = {name: value for name, value in state.items() if name != RANKS}
 
     def write(path: Path) -> None:
         with path.open("wb") as file:  # of a path torch would put the name into it

@@ -75,7 +75,11 @@ def add(commands: Any) -> None:
     export = _add(verbs, "export", checkpoint_export.export, "write one as an ordinary file", _EXPORT)
     export.add_argument("target", metavar="OUT", help="a path or URL: .safetensors, or anything else for torch.load")
     _add_step(export)
-    export.add_argument("--all", action="store_true", help="safetensors: all tensors, not only the model's")
+    export.add_argument(
+        "--all",
+        action="store_true",
+        help="safetensors: all tensors, not only the model's; else: with what DeltaCheckpoint alone goes on with, too",
+    )
     export.add_argument("--force", action="store_true", help="replace OUT if it is there")
     export.add_argument(
         "--allow-pickle", action="store_true", help="run the pickles in it: only if you trust who wrote it"

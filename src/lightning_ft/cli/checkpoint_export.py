@@ -17,8 +17,6 @@ def export(options: argparse.Namespace) -> int:
     from lightning_ft.cli.watched import Progress, WatchedStore
 
     is_safetensors = options.target.endswith(".safetensors")
-    if options.all and not is_safetensors:
-        raise ValueError("--all is for safetensors; any other file has the whole state")
     store, named = open_place(options)
     key = choose(store, named, options.step)
     total_bytes = 0
@@ -47,7 +45,7 @@ def export(options: argparse.Namespace) -> int:
             )
             what = f"{len(names)} tensors"
         else:
-            write_ckpt(found.state, options.target, overwrites=options.force, **remote)
+            write_ckpt(found.state, options.target, has_ranks=options.all, overwrites=options.force, **remote)
             what = "the whole state"
     except FileExistsError as error:
         raise CommandError(f"export failed: {error} (--force replaces it)") from error

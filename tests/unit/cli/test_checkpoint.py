@@ -7,13 +7,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_twin import assert_same
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 import lightning_ft.checkpoint
+from lightning_ft import delta_checkpoint
 from lightning_ft.checkpoint import Writer
 from lightning_ft.checkpoint import export as exporting
 from lightning_ft.cli import main
@@ -25,7 +30,12 @@ def state(step: int) -> dict[str, Any]:
         "state_dict": {"layer.weight": weight, "tied.weight": weight, "turned": weight.t()},
         "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(4, 3)}}}],
         "global_step": step,
+        exporting.RANKS: {"random": np.arange(3)},
     }
+
+
+def exported(step: int) -> dict[str, Any]:
+    return {name: value for name, value in state(step).items() if name != exporting.RANKS}
 
 
 @pytest.fixture(scope="module")
@@ -138,12 +148,15 @@ def test_exported_file_is_what_was_saved(saved: Path, tmp_path: Path, told: Any)
     """For torch.load alone; of the newest, or of another step; it is not overwritten unless that is said."""
     target = tmp_path / "model.ckpt"
     assert told("export", saved, target)[1]["step"] == 4
-    assert_same(torch.load(target, weights_only=True), state(4))
+    assert_same(torch.load(target, weights_only=True), exported(4))
     assert main(["checkpoint", "export", str(saved), str(target), "--step", "1"]) == 3
-    assert_same(torch.load(target, weights_only=True), state(4))
+    assert_same(torch.load(target, weights_only=True), exported(4))
     assert told("export", saved, target, "--step", 1, "--force")[0] == 0
-    assert_same(torch.load(target, weights_only=True), state(1))
+    assert_same(torch.load(target, weights_only=True), exported(1))
     assert [path.name for path in tmp_path.iterdir()] == ["model.ckpt"], "no temporary file is left"
+    assert exporting.RANKS not in torch.load(target)
+    assert told("export", saved, target, "--force", "--all")[0] == 0
+    assert exporting.RANKS in torch.load(target, weights_only=False)
 
 
 def test_safetensors_have_the_model_or_all_tensors(saved: Path, tmp_path: Path, told: Any) -> None:
@@ -158,8 +171,6 @@ def test_safetensors_have_the_model_or_all_tensors(saved: Path, tmp_path: Path, 
         assert file.metadata()["step"] == "4"
     assert told("export", saved, tmp_path / "all.safetensors", "--all")[0] == 0
     assert "optimizer_states.0.state.0.exp_avg" in load_file(tmp_path / "all.safetensors")
-    with pytest.raises(SystemExit):
-        main(["checkpoint", "export", str(saved), str(tmp_path / "x.ckpt"), "--all"])
 
 
 def test_export_takes_the_newest_intact(place: Path, tmp_path: Path, told: Any) -> None:
@@ -258,3 +269,37 @@ def test_progress_is_shown_on_a_terminal(
     shown = capsys.readouterr().err
     assert "reading: " in shown
     assert shown.endswith("\r\033[K")
+
+
+@pytest.mark.filterwarnings("default")  # Lightning's advice
+def test_exported_fit_goes_on_in_plain_lightning(tmp_path: Path) -> None:
+    """Without this package's strategy, callback or plugin: to bitwise the weights that its own checkpoint leads to."""
+
+    def fit(steps: int, *callbacks: Callback, ckpt_path: str | None = None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = BoringModel()
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=steps,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=bool(callbacks),
+            callbacks=list(callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        data = torch.utils.data.DataLoader(RandomDataset(32, 64), batch_size=4)
+        trainer.fit(model, data, ckpt_path=ckpt_path)
+        assert trainer.global_step == steps
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    place, target = tmp_path / "run", tmp_path / "model.ckpt"
+    own = ModelCheckpoint(tmp_path / "own", every_n_train_steps=3)
+    fit(3, lightning_ft.DeltaCheckpoint(place, every_n_train_steps=3), own)
+    assert main(["checkpoint", "export", str(place), str(target)]) == 0
+    assert delta_checkpoint._RANKS == exporting.RANKS
+    expected, found = fit(6, ckpt_path=own.best_model_path), fit(6, ckpt_path=str(target))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    unlike = fit(6)
+    assert not any(torch.equal(unlike[name], found[name]) for name in unlike), "the checkpoint makes a difference"
