@@ -153,11 +153,15 @@ def running_on(
 
 
 def running_fit(
-    out: pathlib.Path, num_members: int, program: Sequence[str], environment: Mapping[str, str] | None = None
+    out: pathlib.Path,
+    num_members: int,
+    program: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    output_name: str = "output.txt",
 ) -> contextlib.AbstractContextManager[Job]:
     """Start a program in `programs/` by `lightning-ft run`, whose agent costs a tenth of one that imports Lightning."""
     agent = [sys.executable, "-m", "lightning_ft.cli", "run", "--nproc-per-node", str(num_members)]
-    return _running(out, [*agent, *_rank(out, program)[1:]], environment)
+    return _running(out, [*agent, *_rank(out, program)[1:]], environment, output_name)
 
 
 def running_script(

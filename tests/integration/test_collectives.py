@@ -211,22 +211,16 @@ def test_a_leaver_and_a_member_that_raises(tmp_path: pathlib.Path) -> None:
         assert set(causes(job)) == {"0/1"}
 
 
-def test_all_raise(tmp_path: pathlib.Path) -> None:
-    """A job whose members all raise ends with a failure and shows their tracebacks."""
-    with jobs.running(tmp_path, 2, ["endings.py", "all_raise"]) as job:
-        assert job.finish() != 0
-        assert "ValueError: member 0 has had enough" in job.output()
-        assert "ValueError: member 1 has had enough" in job.output()
-
-
 def test_impossible_calls_raise_on_all_members_and_the_group_goes_on(tmp_path: pathlib.Path) -> None:
     """What torch can't do raises RuntimeError on all members at that call, and nothing else is lost.
 
-    Slots that don't fit are an error of whoever has made them.
+    Slots that don't fit are an error of whoever has made them. A sub-group that is destroyed leaves nothing open and
+    its name free, in a job that nobody leaves. One whose members all raise then ends with a failure, and shows their
+    tracebacks.
     """
     expected = {"slot number": "ValueError", "slot shape": "ValueError", "gather dtype": None}
-    with jobs.running(tmp_path, 2, ["endings.py", "impossible"]) as job:
-        assert job.finish() == 0, job.output()
+    with jobs.running(tmp_path, 2, ["endings.py", "impossible", "groups", "all_raise"]) as job:
+        assert job.finish() != 0
         for member in ("0/0", "0/1"):
             attempts = [line for line in job.records(member) if line["event"] == "attempt"]
             assert len(attempts) == 10, job.output()
@@ -235,7 +229,10 @@ def test_impossible_calls_raise_on_all_members_and_the_group_goes_on(tmp_path: p
                 of_one = {"slot shape of one": "ValueError" if member == "0/1" else None}
                 assert line["error"] == (expected | of_one).get(line["name"], "RuntimeError"), line
             assert "Invalid scalar type" in attempts[0]["text"]
-        assert causes(job) == {}
+            first, last = [line["count"] for line in job.records(member) if line["event"] == "descriptors"]
+            assert last <= first + 6, job.output()
+            assert sums(job, member) == [(3.0, 2)] * 40, job.output()
+            assert f"ValueError: member {member[-1]} has had enough" in job.output()
 
 
 def test_different_sizes_end_with_an_error(tmp_path: pathlib.Path) -> None:
@@ -258,16 +255,6 @@ def test_forked_children_hold_nobody_up(tmp_path: pathlib.Path) -> None:
         for index in range(2):
             assert json.loads((tmp_path / f"child-{index}.json").read_text())["tcp"] == []
         assert set(causes(job)) == {"0/1"}
-
-
-def test_sub_groups_come_and_go(tmp_path: pathlib.Path) -> None:
-    """A sub-group that was destroyed leaves nothing open and its name free, in a job that nobody leaves."""
-    with jobs.running(tmp_path, 2, ["endings.py", "groups"]) as job:
-        assert job.finish() == 0, job.output()
-        for member in ("0/0", "0/1"):
-            first, last = [line["count"] for line in job.records(member) if line["event"] == "descriptors"]
-            assert last <= first + 6, job.output()
-        check_sums(job, ["0/0", "0/1"], [(3.0, 2)])
 
 
 def test_no_orphan_outlives_the_agent(tmp_path: pathlib.Path) -> None:

@@ -9,8 +9,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
+import lightning_ft
 from tests.integration import jobs
 from tests.integration.test_lightning import check_data, log_rows
 
@@ -50,20 +52,27 @@ def test_lightning_cli_with_yaml(tmp_path: pathlib.Path) -> None:
     assert events[-1] == "job_finished"
 
 
-def test_lightning_cli_with_the_name(tmp_path: pathlib.Path) -> None:
+@pytest.mark.filterwarnings("default")  # of how Lightning uses jsonargparse
+def test_lightning_cli_with_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--trainer.strategy ft_ddp` is enough."""
-    arguments = ["--trainer.strategy", "ft_ddp", "--trainer.devices", "2", "--trainer.max_steps", "5"]
-    done = _run(["cli_fit.py", "fit", *arguments, "--trainer.accelerator", "cpu"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    arguments = ["--trainer.strategy", "ft_ddp", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["cli_fit.py", *arguments])
+    trainer = LightningCLI(BoringModel, BoringDataModule, run=False, seed_everything_default=False).trainer
+    assert type(trainer.strategy) is lightning_ft.FaultTolerantDDPStrategy
+    assert trainer.world_size == 2
 
 
-def test_lightning_cli_names_a_wrong_value(tmp_path: pathlib.Path) -> None:
+@pytest.mark.filterwarnings("default")  # of how Lightning uses jsonargparse
+def test_lightning_cli_names_a_wrong_value(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A wrong value ends the program before anything is started, with its name."""
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.format(root=tmp_path, min_world_size=0))
-    done = _run(["cli_fit.py", "fit", "--config", str(config)], tmp_path)
-    assert done.returncode != 0
-    assert "min_world_size must be at least 1, got 0" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["cli_fit.py", "--config", str(config)])
+    with pytest.raises((SystemExit, ValueError)) as raised:
+        LightningCLI(BoringModel, BoringDataModule, run=False, seed_everything_default=False)
+    assert "min_world_size must be at least 1, got 0" in capsys.readouterr().err + str(raised.value)
 
 
 def test_hydra(tmp_path: pathlib.Path) -> None:
@@ -71,19 +80,6 @@ def test_hydra(tmp_path: pathlib.Path) -> None:
     done = _run(["hydra_fit.py", "+steps=7", f"+out={tmp_path}"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank{rank}").read_text().split()[0] for rank in range(2)] == ["7", "7"]
-
-
-def test_switched_off_it_is_stock_ddp(tmp_path: pathlib.Path) -> None:
-    """LIGHTNING_FT_ENABLE=0 gives Lightning's own strategy: no agent, no event log, the same result."""
-    program = ["lightning_fit.py", "--devices", "2", "--epochs", "1"]
-    with jobs.running_script(tmp_path, program, {"LIGHTNING_FT_ENABLE": "0"}) as job:
-        assert job.finish() == 0, job.output()
-        assert job.events() == []
-    stock = tmp_path / "stock"
-    with jobs.running_script(stock, [*program, "--strategy", "ddp"]) as job:
-        assert job.finish() == 0, job.output()
-    weights = [torch.load(directory / "adamw.pt") for directory in (tmp_path, stock)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_the_plain_example(tmp_path: pathlib.Path) -> None:
@@ -117,8 +113,9 @@ def test_a_signal_stops_all_ranks_at_the_same_batch(tmp_path: pathlib.Path, numb
 
 def test_too_few_would_be_left_so_all_stop(tmp_path: pathlib.Path) -> None:
     """Two of three can't leave a job that needs two."""
+    program = ["lightning_fit.py", "--devices", "3", "--epochs", "1000"]
     settings = {"LIGHTNING_FT_HEARTBEAT_INTERVAL": "0.1", "LIGHTNING_FT_MIN_WORLD_SIZE": "2"}
-    with jobs.running_script(tmp_path, ["lightning_fit.py", "--devices", "3", "--epochs", "1000"], settings) as job:
+    with jobs.running_fit(tmp_path, 3, program, settings) as job:
         job.wait_until(lambda: len(job.records("0/1")) > 40)
         job.kill("0/0", signal.SIGTERM)
         job.kill("0/2", signal.SIGTERM)
@@ -132,7 +129,7 @@ def test_whoever_gets_sigterm_alone_leaves_the_others(tmp_path: pathlib.Path) ->
     member = "0/0"
     program = ["lightning_fit.py", "--devices", "3", "--epochs", "12", "--case", "batchnorm", "--test"]
     settings = {"LIGHTNING_FT_RESPAWN": "1", "LIGHTNING_FT_HEARTBEAT_INTERVAL": "0.1"}
-    with jobs.running_script(tmp_path, program, settings) as job:
+    with jobs.running_fit(tmp_path, 3, program, settings) as job:
         job.wait_until(lambda: len(job.records(member)) > 40)
         job.kill(member, signal.SIGTERM)
         assert job.finish() == 0, job.output()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 
 import pytest
@@ -79,14 +80,22 @@ def test_the_dead_come_back(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("num", [1, 2])
 def test_a_new_machine_joins(tmp_path: pathlib.Path, num: int) -> None:
-    """The same script, started elsewhere while the fit runs, doubles its ranks; learning rates and data follow."""
+    """The same script, started elsewhere while the fit runs, doubles its ranks; learning rates and data follow.
+
+    Its Trainer becomes the agent; or `lightning-ft run` is it.
+    """
     program = ["lightning_fit.py", "--devices", str(num), "--epochs", "8", "--wanted", str(2 * num)]
     program += ["--case", "batchnorm"]
     settings = {**RESPAWN, **jobs.at_port(), "LIGHTNING_FT_MAX_WORLD_SIZE": str(2 * num)}
     members = tuple(f"{node}/{slot}" for node in range(2) for slot in range(num))
-    with jobs.running_script(tmp_path, program, settings) as job:
+    joins = settings | {"LIGHTNING_FT_JOIN": "1"}
+    if num == 1:
+        start = functools.partial(jobs.running_script, tmp_path, program)
+    else:
+        start = functools.partial(jobs.running_fit, tmp_path, num, program)
+    with start(settings) as job:
         job.wait_until(lambda: any(line["event"] == "batch" for line in job.records("0/0")))
-        with jobs.running_script(tmp_path, program, settings | {"LIGHTNING_FT_JOIN": "1"}, "joining.txt") as more:
+        with start(joins, output_name="joining.txt") as more:
             job.wait_until(lambda: all(job.records(member) for member in members))
             (tmp_path / "go").touch()
             check_fit(job, 8, num_lost=0, members=members, num_at_start=num)

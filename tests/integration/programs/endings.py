@@ -1,6 +1,6 @@
 """Members that end, fail, stop or hang in odd ways between collectives.
 
-    endings.py OUT MODE
+    endings.py OUT MODE...
 
 Each member appends JSON lines to OUT/<node>-<slot>.jsonl.
 """
@@ -8,6 +8,7 @@ Each member appends JSON lines to OUT/<node>-<slot>.jsonl.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -141,10 +142,10 @@ def orphan(write: Write) -> None:
 
 
 def main() -> None:
-    """Run one mode."""
+    """Run one mode after the other."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("mode")
+    parser.add_argument("modes", nargs="+")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     log = (arguments.out / f"0-{SLOT}.jsonl").open("a")
@@ -155,11 +156,10 @@ def main() -> None:
 
     write(event="start", pid=os.getpid())
     dist.init_process_group("ft")
-    if arguments.mode == "forks":
-        forks(arguments.out, write)
-    else:
-        modes = {mode.__name__: mode for mode in (leave_or_raise, all_raise, impossible, shapes, groups, orphan)}
-        modes[arguments.mode](write)
+    modes = {mode.__name__: mode for mode in (leave_or_raise, all_raise, impossible, shapes, groups, orphan)}
+    modes["forks"] = functools.partial(forks, arguments.out)
+    for mode in arguments.modes:
+        modes[mode](write)
     write(event="end")
 
 
