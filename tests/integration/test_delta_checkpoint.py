@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pathlib
 import shutil
+import signal
 from typing import Any
+
+import fsspec
 
 from lightning_ft.checkpoint import load, verify
 from lightning_ft.checkpoint.store import open_store
+from tests.conformance.servers import s3_server
 from tests.integration import jobs
 from tests.integration.programs.delta_fit import NUM_SAMPLES, weights_hash
 
@@ -113,3 +117,30 @@ def test_with_stock_ddp(tmp_path: pathlib.Path) -> None:
     assert sorted(sample for line in records + others for sample in line["samples"]) == list(range(NUM_SAMPLES))
     assert load(str(tmp_path / "run"))["global_step"] == 12
     assert {path.name for path in (tmp_path / "run").rglob("*.pack")} == {"a0.r0.0.pack", "a0.r1.0.pack"}
+
+
+def test_on_s3_after_a_kill_in_a_save(tmp_path: pathlib.Path) -> None:
+    """One device; from `"last"` and from the URL it goes on, for more than 100 steps bitwise as if nothing had been."""
+    flags = ["--strategy", "auto", "--devices", "1"]
+    with s3_server(tmp_path / "server.log") as endpoint:
+        access = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+        settings = {**access, "FSSPEC_S3_ENDPOINT_URL": endpoint, "LIGHTNING_FT_MEMBER": "0/0"}
+        fs = fsspec.filesystem("s3", endpoint_url=endpoint, key="someone", secret="secret", skip_instance_cache=True)
+        fs.call_s3("create_bucket", Bucket="bucket")
+        on_s3 = [*flags, "--url", "s3://bucket/run"]
+        faults = {"LIGHTNING_FT_FAIL_AT": "0/0=save.commit@3"}
+        with jobs.running_script(
+            tmp_path, ["delta_fit.py", "20", *on_s3, "--every", "3", "--wait"], settings | faults
+        ) as job:
+            assert job.finish() == -signal.SIGKILL, job.output()
+            killed = job.records("0/0")
+        with jobs.running_script(tmp_path, ["delta_fit.py", "108", "112", *on_s3, "--every", "27"], settings) as job:
+            assert job.finish() == 0, job.output()
+            resumed = job.records("0/0")[len(killed) :]
+    with jobs.running_script(
+        tmp_path / "whole", ["delta_fit.py", "112", *flags], {"LIGHTNING_FT_MEMBER": "0/0"}
+    ) as job:
+        assert job.finish() == 0, job.output()
+        whole = job.records("0/0")
+    assert killed == whole[:9]
+    assert resumed == whole[6:]

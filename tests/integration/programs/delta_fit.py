@@ -1,10 +1,12 @@
 """A fit that saves differential checkpoints, and goes on from the last one.
 
     delta_fit.py OUT STEPS... [--devices N] [--strategy ft_ddp|ddp] [--every N] [--pause S] [--wait] [--gives-up ...]
+        [--url s3://bucket/run]
 
 Each rank appends a JSON line per batch to OUT/<rank's member or number>.jsonl: the step, the samples, and the weights'
-hash before it. The checkpoints are in OUT/run. With several STEPS there are
-as many fits, each with a Trainer of its own. With --wait no save is left out: each batch waits for the last one.
+hash before it. The checkpoints are in OUT/run, or at the URL. With several STEPS there are as many fits, each with a
+Trainer of its own; the first goes on from "last", the others from the directory. With --wait no save is left out: each
+batch waits for the last one.
 With --gives-up 0/1@13,0/0@26 a member can't go on with the step, once for each time that it is named.
 """
 
@@ -92,16 +94,18 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step")
     parser.add_argument("--wait", action="store_true")
     parser.add_argument("--gives-up", default="")
+    parser.add_argument("--url")
     arguments = parser.parse_args()
-    for num_steps in arguments.steps:
-        fit(arguments, num_steps)
+    url = arguments.url or str(arguments.out / "run")
+    for index, num_steps in enumerate(arguments.steps):
+        fit(arguments, num_steps, url, url if index else "last")
 
 
-def fit(arguments: argparse.Namespace, num_steps: int) -> None:
-    """Fit, from the last checkpoint on if there is one."""
+def fit(arguments: argparse.Namespace, num_steps: int, url: str, path: str) -> None:
+    """Fit, from a checkpoint on if there is one."""
     L.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(NUM_SAMPLES, 8), torch.arange(NUM_SAMPLES))
-    saves = lightning_ft.DeltaCheckpoint(arguments.out / "run", every_n_train_steps=arguments.every)
+    saves = lightning_ft.DeltaCheckpoint(url, every_n_train_steps=arguments.every)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=arguments.devices,
@@ -114,7 +118,7 @@ def fit(arguments: argparse.Namespace, num_steps: int) -> None:
         enable_model_summary=False,
     )
     loader = DataLoader(data, batch_size=5, shuffle=True)
-    trainer.fit(Model(arguments.out, arguments.pause, arguments.gives_up.split(",")), loader, ckpt_path="last")
+    trainer.fit(Model(arguments.out, arguments.pause, arguments.gives_up.split(",")), loader, ckpt_path=path)
     print(f"rank {trainer.global_rank}: saved {saves.num_saved}, failed {saves.num_failed}", flush=True)
 
 
