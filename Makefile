@@ -3,6 +3,7 @@
 #   make demo    train on handwritten digits with 4 ranks, kill two of them, show what happened
 #   make test    all tests
 #   make check   what to run before a commit: format, lint, types, the quick tests
+#   make docs    the documentation as a site, in build/site
 #
 # VENV=path puts the virtual environment elsewhere, PYTHON=program makes it with another interpreter,
 # PYTEST_ARGS="..." is passed to pytest.
@@ -13,14 +14,15 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for-lightning_ft
+DOCS_STAMP := $(VENV)/.installed-for-docs-of-lightning_ft
 # The constraints hold for every call, so that no range in pyproject.toml ever decides on a version.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo check bench lint format types test-quick coverage clean
+.PHONY: help setup test demo check bench docs lint format types test-quick coverage clean
 
 help:
-	@sed -n 's/^#  \{0,1\}//p' Makefile | head -8
+	@sed -n 's/^#  \{0,1\}//p' Makefile | head -9
 
 # setuptools: a new environment's own may be too old to build what comes as source alone (antlr4, for Hydra).
 setup: $(STAMP)
@@ -70,6 +72,14 @@ bench: setup
 	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do \
 	    echo "$$script"; $(BIN)/python "$$script"; \
 	done
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The first page is build/site/index.html."
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
 
 clean:
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist runs
