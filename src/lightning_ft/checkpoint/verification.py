@@ -36,7 +36,7 @@ class Verdict:
 
 
 def verify(store: Store | str, *, deep: bool = False, **storage_options: Any) -> list[Verdict]:
-    """Check all checkpoints.
+    """Check all checkpoints. One that a job deletes meanwhile is left out.
 
     Args:
         store: A URL, a path, or a store.
@@ -52,7 +52,11 @@ def verify(store: Store | str, *, deep: bool = False, **storage_options: Any) ->
     """
     store = opened(store, **storage_options)
     own: dict[Key, tuple[str, ...]] = {}
-    return [Verdict(key, _problems(store, key, own, deep=deep)) for key in published_keys(store)]
+    verdicts = [Verdict(key, _problems(store, key, own, deep=deep)) for key in published_keys(store)]
+    if not any(verdict.problems for verdict in verdicts):
+        return verdicts
+    still_there = set(published_keys(store))
+    return [verdict for verdict in verdicts if not verdict.problems or verdict.key in still_there]
 
 
 def is_usable(store: Store, key: Key) -> bool:

@@ -27,6 +27,9 @@ def list_checkpoints(options: argparse.Namespace) -> int:
         except (CheckpointDamagedError, UnsupportedCheckpointError) as error:
             row["problem"] = str(error)
         rows.append(row)
+    if any(row["problem"] for row in rows):  # what a job has deleted meanwhile is no damage
+        still_there = set(map(str, published_keys(store)))
+        rows = [row for row in rows if not row["problem"] or row["key"] in still_there]
     if options.json:
         print_json({"url": store.url, "checkpoints": rows})
     elif not rows:

@@ -163,8 +163,11 @@ def check_loopback() -> Check:
 def check_refusal(host: str) -> Check:
     """Whether a closed port refuses: that is how the death of a process is told from silence, without any clock."""
     name = f"liveness ({host})"
-    with _listening(host) as listener:
-        port = listener.getsockname()[1]
+    try:
+        with _listening(host) as listener:
+            port = listener.getsockname()[1]
+    except OSError as error:
+        return Check(name, FAILED, f"nothing can listen there: {error}", "is that an address of this machine?")
     started_s = time.monotonic()
     try:
         socket.create_connection((host, port), timeout=_PATIENCE_S).close()
@@ -183,9 +186,12 @@ def check_refusal(host: str) -> Check:
 def check_shutdown() -> Check:
     """Whether shutting a socket down frees who is blocked in it: how a broken collective is left."""
     freed = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = socket.create_connection(listener.getsockname(), timeout=_PATIENCE_S)
-        far, _ = listener.accept()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            near = socket.create_connection(listener.getsockname(), timeout=_PATIENCE_S)
+            far, _ = listener.accept()
+    except OSError as error:
+        return Check("sockets", FAILED, f"127.0.0.1: {error}", "see loopback")
     near.settimeout(None)
 
     def receive() -> None:

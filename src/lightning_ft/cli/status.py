@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -32,10 +33,17 @@ _LIMIT_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """Where to ask, and the secret that proves that one may."""
+    """Where to ask, and the secret that proves that one may.
+
+    Attributes:
+        endpoint: Of the coordinator.
+        token: The secret.
+        standbys: Where its successor listens, if another node has taken its place.
+    """
 
     endpoint: str
     token: str
+    standbys: tuple[str, ...] = ()
 
 
 def add(commands: Any) -> None:
@@ -116,7 +124,8 @@ def jobs_of(pids: Iterable[int]) -> dict[Job, int]:
         names = [f"{ENV_PREFIX}{name}" for name in ("COORDINATOR", "TOKEN", "AGENT_PID", "MEMBER")]
         if all(environment.get(name) for name in names):
             endpoint, token, agent, _ = (environment[name] for name in names)
-            found.setdefault(Job(endpoint, token), int(agent))
+            standbys = environment.get(f"{ENV_PREFIX}STANDBYS", "").split(",")
+            found.setdefault(Job(endpoint, token, tuple(filter(None, standbys))), int(agent))
     return found
 
 
@@ -156,11 +165,21 @@ def _children(pid: int) -> list[int]:
 
 
 def ask(job: Job) -> dict[str, Any]:
-    """Ask a job's coordinator for its status.
+    """Ask a job's coordinator for its status, or whoever has taken its place.
 
     Raises:
         CommandError: It can't be reached, or does not answer as it should.
     """
+    try:
+        return _ask(job)
+    except CommandError:
+        for endpoint in job.standbys:
+            with contextlib.suppress(CommandError):  # it is not in office
+                return _ask(Job(endpoint, job.token))
+        raise
+
+
+def _ask(job: Job) -> dict[str, Any]:
     host, port = parse_endpoint(job.endpoint)
     connection = http.client.HTTPConnection(host, port, timeout=_PATIENCE_S)
     try:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_ft.cli import main
-from lightning_ft.cli.status import STATUS_PATH, shown
+from lightning_ft.cli.common import CommandError
+from lightning_ft.cli.status import STATUS_PATH, Job, ask, shown
 from lightning_ft.config import Settings
 from lightning_ft.coordinator import status_view
 from lightning_ft.coordinator.server import CoordinatorServer
@@ -76,6 +77,15 @@ def test_json_is_the_coordinators_answer(
     assert told["version"] == status_view.VERSION
     assert main(["status", "--rdzv-id", "other"]) == 3
     assert "the token is not that of the job" in capsys.readouterr().err
+
+
+def test_successor_is_asked_where_the_first_coordinator_is_lost(endpoint: str) -> None:
+    """A rank's environment names those who may take its place; if none answers, the first is the one that is told."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        lost = f"127.0.0.1:{listener.getsockname()[1]}"
+    assert ask(Job(lost, "secret", (lost, endpoint)))["ring"] == list(MEMBERS)
+    with pytest.raises(CommandError, match=lost):
+        ask(Job(lost, "secret", (lost,)))
 
 
 def test_path_is_the_coordinators() -> None:
