@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import http.server
 import json
+import os
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from lightning_ft.cli import main
+from lightning_ft.cli import main, status
 from lightning_ft.cli.common import CommandError
 from lightning_ft.cli.status import STATUS_PATH, Job, ask, shown
 from lightning_ft.config import Settings
@@ -77,6 +79,34 @@ def test_json_is_the_coordinators_answer(
     assert told["version"] == status_view.VERSION
     assert main(["status", "--rdzv-id", "other"]) == 3
     assert "the token is not that of the job" in capsys.readouterr().err
+
+
+def test_jobs_of_this_machine_are_found_by_their_processes(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The only one is meant; of two one has to be chosen; of none that is said. Another's environment tells nothing."""
+    monkeypatch.delenv("LIGHTNING_FT_COORDINATOR", raising=False)
+    told = {"LIGHTNING_FT_COORDINATOR": endpoint, "LIGHTNING_FT_TOKEN": "secret", "LIGHTNING_FT_MEMBER": "0/0"}
+    environments = [{}, {**told, "LIGHTNING_FT_AGENT_PID": "11"}, {**told, "LIGHTNING_FT_AGENT_PID": "11"}]
+    environments.append({**told, "LIGHTNING_FT_COORDINATOR": "127.0.0.1:1", "LIGHTNING_FT_AGENT_PID": "22"})
+    processes = [subprocess.Popen(["sleep", "600"], env={**os.environ, **own}) for own in environments]  # noqa: S607
+    try:
+        pids = [process.pid for process in processes]
+        monkeypatch.setattr(status, "_processes", lambda: pids[:1])
+        assert main(["status"]) == 3
+        assert "no job of yours runs on this machine" in capsys.readouterr().err
+        monkeypatch.setattr(status, "_processes", lambda: pids[:3])
+        assert main(["status"]) == 0
+        monkeypatch.setattr(status, "_processes", lambda: pids)
+        with pytest.raises(SystemExit):
+            main(["status"])
+        error = capsys.readouterr().err
+        assert f"--pid 11 ({endpoint})" in error
+        assert "--pid 22 (127.0.0.1:1)" in error
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_successor_is_asked_where_the_first_coordinator_is_lost(endpoint: str) -> None:
