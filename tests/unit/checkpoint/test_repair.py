@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_twin import DictStore, assert_same, nothing
+from tests.unit.checkpoint.stores.disk import Recorder
 
 from lightning_ft.checkpoint import manifests, restore
 from lightning_ft.checkpoint.claims import claim_generation
@@ -15,6 +18,8 @@ from lightning_ft.checkpoint.format import hash_of
 from lightning_ft.checkpoint.records import LATEST, Key, data_key, footer_path, manifest_path, pack_path
 from lightning_ft.checkpoint.repair import ASIDE, Repair, carry_out, plan_repair
 from lightning_ft.checkpoint.retention import retain
+from lightning_ft.checkpoint.stores.local import LocalStore
+from lightning_ft.checkpoint.stores.paths import is_temporary
 from lightning_ft.checkpoint.verification import verify
 from lightning_ft.checkpoint.writer import Writer
 from lightning_ft.errors import StoreError, UnsupportedCheckpointError
@@ -358,3 +363,29 @@ def test_job_may_save_and_prune_at_any_moment_of_a_prune() -> None:
             break
         number += 1
     assert number > 15
+
+
+def test_power_may_fail_anywhere_in_a_repair(tmp_path: Path) -> None:
+    """Whatever the disk holds then: what could be restored still can, nothing is lost, and the next repair ends it."""
+    kernel = Recorder(tmp_path)
+    place = LocalStore(str(tmp_path / "run"), timeout_s=None, kernel=kernel)
+    before = damaged_run().files
+    for path, data in before.items():
+        place.create(path, [data])
+    begin = len(kernel.trees)
+    carry_out(place, plan_repair(place, verify(place), None))
+    doomed = [path for path in before if data_key(path) in (Key(0, 1), Key(0, 2))]
+    found = {
+        frozenset((path.removeprefix("run/"), data) for path, data in tree.items() if not is_temporary(path))
+        for tree in itertools.chain.from_iterable(kernel.trees[begin:])
+    }
+    assert len(found) > 20
+    for files in found:
+        left = DictStore(dict(files))
+        for step in (3, 4, 5):
+            (key,) = (key for key in published(left) if key.step == step)
+            assert_same(restore.restore(left, key=key).state, state(step))
+        for path in doomed:
+            assert before[path] in (left.files.get(path), left.files.get(f"{ASIDE}{path}")), path
+        repaired(left)
+        check_damaged_run(left)
