@@ -12,6 +12,7 @@ from lightning_ft.checkpoint.format import load_footer
 from lightning_ft.checkpoint.manifests import (
     check_coverage,
     check_size,
+    check_sizes,
     missing_is_damage,
     opened,
     published_keys,
@@ -62,12 +63,18 @@ def verify(store: Store | str, *, deep: bool = False, **storage_options: Any) ->
 def is_usable(store: Store, key: Key) -> bool:
     """Whether a checkpoint can be restored, bit for bit: what is damaged of it or its parents may not be needed.
 
+    Nothing is decoded, so the answer is the same on each machine, also for what only an equal optimizer can replay.
+
     Raises:
         UnsupportedCheckpointError: A newer program wrote it.
         StoreError: The storage failed.
     """
     try:
-        read_contents(store, read_chain(store, key))
+        chain = read_chain(store, key)
+        for manifest, places in zip(chain, check_coverage(chain), strict=True):
+            check_sizes(store, manifest)
+            for piece, frame, stored in read_frames(store, manifest, places):
+                check_stored(frame, stored, piece)
     except CheckpointDamagedError:
         return False
     return True
