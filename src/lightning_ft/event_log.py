@@ -237,6 +237,7 @@ def _changed(settings: dict[str, Any]) -> dict[str, Any]:
 
 _SENTENCES: dict[str, tuple[int, str]] = {
     "job_started": (logging.INFO, "the job starts with {members}"),
+    "training_started": (logging.INFO, "the first step is committed"),
     "job_finished": (logging.INFO, "the job ended with status {status}"),
     "recovered": (logging.INFO, "training goes on in step {step}, {latency_s} s after it was suspended"),
     "evaluation_redealt": (

@@ -454,8 +454,9 @@ def _note_process(history: History, line: _Line, state: MemberState) -> None:
 
 
 def _on_failure_detected(history: History, line: _Line) -> None:
-    late_s, host = line.number("late_s") or 0.0, line.text("host") or None
-    failed_s = line.time_s - (late_s if line.text("cause") in _SILENT else 0.0)
+    detect_s, late_s, host = line.number("detect_s"), line.number("late_s") or 0.0, line.text("host") or None
+    if detect_s is None:  # an older version's log, or nothing was ever heard of it
+        detect_s = late_s if line.text("cause") in _SILENT else 0.0
     loss = Loss(line.subject, line.time_s, host, line.text("cause"), line.text("detail"), line.text("doing"))
     member = _member(history, line.subject, line.time_s)
     member.is_straggler = False
@@ -464,7 +465,7 @@ def _on_failure_detected(history: History, line: _Line) -> None:
         return
     incident = history.incident
     if incident is None:
-        incident = _open(history, line, began_s=failed_s)
+        incident = _open(history, line, began_s=line.time_s - detect_s)
     if not incident.losses:
         incident.cause = loss.cause
     incident.losses.append(loss)
@@ -539,6 +540,11 @@ def _go_on(history: History, line: _Line, outcome: Outcome, joined: tuple[str, .
         for name in {*history.view, *(loss.member for loss in incident.losses)}:
             _member(history, name, line.time_s).last_step = step
     history.reason = ""
+
+
+def _on_training_started(history: History, line: _Line) -> None:
+    if history._first_step_s is None:
+        history._first_step_s = line.time_s
 
 
 def _on_quorum_missing(history: History, line: _Line) -> None:
@@ -646,6 +652,7 @@ HANDLERS: dict[str, Callable[[History, _Line], None]] = {
     "view_committed": _on_view_committed,
     "recovered": _on_recovered,
     "members_admitted": _on_members_admitted,
+    "training_started": _on_training_started,
     "quorum_missing": _on_quorum_missing,
     "member_left": _on_member_left,
     "member_exited": _on_member_exited,

@@ -33,13 +33,21 @@ known = st.one_of(
     _event("job_started", members=views, settings=st.just({"spares": 1})),
     _event("member_joined", about=True, incarnation=st.integers(1, 3), host=st.just("node"), pid=st.integers(1, 99)),
     _event("spare_ready", about=True, incarnation=st.integers(1, 3), host=st.just("node"), pid=st.integers(1, 99)),
-    _event("failure_detected", about=True, cause=causes, detail=st.text(), late_s=st.none() | seconds),
+    _event(
+        "failure_detected",
+        about=True,
+        cause=causes,
+        detail=st.text(),
+        late_s=st.none() | seconds,
+        detect_s=st.none() | seconds,
+    ),
     _event("view_suspended", about=True, reason=st.sampled_from(["0/1 parked: join", "0/0 is gone"])),
     _event("view_committed", members=views, reason=st.text()),
     _event("view_committed", members=views, reason=st.text()),
     _event("recovered", about=True, **_times, **_counts),
     _event("members_admitted", about=True, **_times, **_counts, joined=views),
     _event("link_failed", about=True, peer=members),
+    _event("training_started", about=True),
     _event("quorum_missing", reason=st.text()),
     _event("member_left", about=True, detail=st.text()),
     _event("member_exited", about=True, status=st.integers(-15, 3), detail=st.text()),
@@ -133,7 +141,10 @@ class Twin:
                 stop = None
             elif name in ("failure_detected", "view_suspended") and has_view and stop is None and not is_open:
                 is_late = event.get("cause") in ("connection", "heartbeat", "hang")
-                found.append([now_s - (event["late_s"] or 0.0 if is_late else 0.0), None, False])
+                blind_s = event.get("detect_s")
+                if blind_s is None:
+                    blind_s = event["late_s"] or 0.0 if is_late else 0.0
+                found.append([now_s - blind_s, None, False])
             elif name in ("recovered", "members_admitted"):
                 noticed_s = now_s - event["latency_s"]
                 if not is_open:
@@ -161,7 +172,9 @@ class Twin:
         end_s = self.end_s(now_s)
         if not committed or committed[0]["time"] >= end_s:
             return None
-        since_s = committed[0]["time"]
+        since_s = next((event["time"] for event in self.named("training_started")), committed[0]["time"])
+        if since_s >= end_s:
+            return None
         pauses = [(first_s, end_s if last_s is None else last_s) for first_s, last_s in self.pauses()]
         edges = {since_s, end_s, *(edge for pause in pauses for edge in pause), *(line["time"] for line in committed)}
         marks = sorted(edge for edge in edges if since_s <= edge <= end_s)

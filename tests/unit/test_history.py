@@ -14,7 +14,8 @@ STORY = """
 4 member_joined 0/0 incarnation=1 host=one pid=10
 5 member_joined 1/0 incarnation=1 host=two pid=10
 10 view_committed members=0/0,0/1,1/0 g1 reason=start
-50 failure_detected 0/0 cause=heartbeat detail=silent late_s=5.0 host=one g1
+14 training_started 0/1 g1
+50 failure_detected 0/0 cause=heartbeat detail=silent late_s=6.0 detect_s=5.0 host=one g1
 50 view_suspended 0/0 reason=gone g1
 51 view_committed members=0/1,1/0 g2 reason=parked
 52 recovered 0/1 latency_s=3.0 park_s=2.0 rebuild_s=0.25 settle_s=0.25 rounds=1 step=40 redone=reduce g2
@@ -86,11 +87,11 @@ def test_members_are_followed_over_their_processes(history: History) -> None:
 
 
 def test_goodput_counts_the_time_in_which_the_job_made_progress(history: History) -> None:
-    """Of 100 seconds 8 were lost; a third of the members was missing for 19 of them."""
-    assert history.goodput(500) == pytest.approx(0.92)
-    assert history.capacity(500) == pytest.approx(1 - 19 / 3 / 100)
-    assert history.goodput(47) == pytest.approx(35 / 37)
-    assert history.goodput(5) is None
+    """Of 96 seconds since the first step 8 were lost; a third of the members was missing for 19 of them."""
+    assert history.goodput(500) == pytest.approx(1 - 8 / 96)
+    assert history.capacity(500) == pytest.approx(1 - 19 / 3 / 96)
+    assert history.goodput(47) == pytest.approx(31 / 33)
+    assert history.goodput(13) is None
     assert history.standstills(500) == [(45, 52), (70, 71)]
 
 
@@ -104,12 +105,19 @@ def test_add_returns_the_incident_that_a_line_ends() -> None:
 def test_an_incident_goes_on_until_training_does() -> None:
     """A job that waits says since when and for what."""
     history = History()
-    for line in lines()[:7]:
+    for line in lines()[:8]:
         history.add(line)
     assert history.incident is history.incidents[0]
     assert history.incident.duration_s(60) == 15
     assert history.members["0/0"].state is MemberState.LOST
-    assert history.goodput(60) == pytest.approx(35 / 50)
+    assert history.goodput(60) == pytest.approx(31 / 46)
+
+
+def test_without_its_first_step_a_job_trains_since_its_first_view() -> None:
+    """Rank 0 may die before it says so, and a log may begin later."""
+    (history,) = histories(line for line in lines() if "training_started" not in line)
+    assert history.trains_since_s == 10
+    assert history.goodput(500) == pytest.approx(0.92)
 
 
 def test_a_stop_that_only_a_part_of_the_job_said_is_none() -> None:

@@ -136,6 +136,8 @@ class Views:
             self.step += 1
             self._client.step = self.step
             self._client.activity.step()
+            if self.step == 1 and self.view.members[0] == self._member:
+                self._client.report("training_started")
 
     def _is_blocked_by_leaver(self, sequence: CollectiveSequence, operation: Operation) -> bool:
         leavers, members = self.leavers, self.view.members

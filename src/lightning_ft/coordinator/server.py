@@ -435,6 +435,7 @@ class CoordinatorServer:
             member=exited.member,
             status=exited.status,
             detail=exited.detail,
+            incarnation=exited.incarnation,
         )
         self._decisions.apply(exited)
 

@@ -236,7 +236,7 @@ def _on_disconnected(turn: Turn, event: events.Disconnected) -> None:
     if turn.state.phase is Phase.STOPPED:
         return
     if member.status is not Status.GONE:
-        turn.put(member, is_connected=False)
+        turn.put(member, is_connected=False, dropped_s=turn.clock_s)
     turn.emit(effects.Probe(event.member, event.incarnation, member.address))
 
 
@@ -367,7 +367,7 @@ def _dead(turn: Turn, member: Member, cause: Cause, detail: str) -> None:
 
 
 def _heard(turn: Turn) -> dict[str, Any]:
-    return {"is_connected": True, "is_unseen": False, "last_heard_s": turn.clock_s}
+    return {"is_connected": True, "dropped_s": None, "is_unseen": False, "last_heard_s": turn.clock_s}
 
 
 def _name(event: object) -> str:

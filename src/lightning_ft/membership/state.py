@@ -47,6 +47,7 @@ class Member:
         address: None until it said hello; present in every view but generation 0.
         generation: Last view that holds it.
         is_connected: False from a drop of its connection until it is heard of again.
+        dropped_s: On the coordinator's clock, when its connection dropped; None: it has not since it was last heard of.
         is_unseen: Its connection ended with the last coordinator, not by itself; False once it was heard of.
         last_heard_s: On the coordinator's clock; None until it said hello.
         vouched_s: On the coordinator's clock, when its agent last saw it compute; None: not yet.
@@ -71,6 +72,7 @@ class Member:
     generation: int = 0
     status: Status = Status.RUNNING
     is_connected: bool = False
+    dropped_s: float | None = None
     is_unseen: bool = False
     last_heard_s: float | None = None
     vouched_s: float | None = None

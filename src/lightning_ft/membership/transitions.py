@@ -97,7 +97,8 @@ def gone(turn: Turn, member: Member, cause: Cause, detail: str, *, is_proven: bo
         turn.put(member, status=Status.RELEASED, is_connected=False)
         turn.record("member_left", member.member, detail=detail)
         return
-    turn.put(member, status=Status.GONE, cause=cause, is_proven=is_proven, is_connected=False, admits=False)
+    changed = {"status": Status.GONE, "cause": cause, "is_proven": is_proven}
+    turn.put(member, **changed, is_connected=False, dropped_s=None, admits=False)
     turn.record(
         "failure_detected",
         member.member,
@@ -106,6 +107,7 @@ def gone(turn: Turn, member: Member, cause: Cause, detail: str, *, is_proven: bo
         host=None if member.address is None else member.address.host,
         doing=member.doing,
         late_s=_late_s(turn, member, cause),
+        detect_s=_detect_s(turn, member, cause, is_proven=is_proven),
     )
     if not is_proven and member.incarnation is not None:
         reason = f"given up: {detail}"
@@ -119,6 +121,15 @@ def _late_s(turn: Turn, member: Member, cause: Cause) -> float | None:
     """How long ago a member should have given a sign of life, or of progress; None if it has ended."""
     since_s = member.progress_s if cause is Cause.HANG else member.last_heard_s
     return None if since_s is None or cause is Cause.EXIT else round(turn.clock_s - since_s, 3)
+
+
+def _detect_s(turn: Turn, member: Member, cause: Cause, *, is_proven: bool) -> float | None:
+    """How long ago a member failed, at most; None if nothing was ever heard of it."""
+    if cause in (Cause.EXIT, Cause.SLOW):  # its agent or itself says it at once; a slow one has not failed before
+        return 0.0
+    if is_proven and member.dropped_s is not None:  # a kernel ends a process and its connections together (A3)
+        return round(turn.clock_s - member.dropped_s, 3)
+    return _late_s(turn, member, cause)
 
 
 def conclude(turn: Turn) -> None:

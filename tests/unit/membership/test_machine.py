@@ -57,6 +57,7 @@ def test_death_makes_the_next_view() -> None:
         "host": "host0",
         "doing": "",
         "late_s": None,
+        "detect_s": 0.0,
     }
     assert not job.of(effects.Kill)
     job.park(C, 3)
@@ -203,9 +204,26 @@ def test_member_that_others_wait_for_in_vain_is_hung() -> None:
             "host": "host0",
             "doing": "training_step",
             "late_s": 20.0,
+            "detect_s": 20.0,
         }
     ]
     assert [kill.member for kill in job.of(effects.Kill)] == [B]
+
+
+@pytest.mark.parametrize("is_heard_again", [False, True])
+def test_a_death_is_dated_back_to_the_drop_of_the_connection(is_heard_again: bool) -> None:
+    """Not to the last heartbeat, nor to a drop after which the member came back: so long nobody knew of it."""
+    job = Job.running(A, B, C)
+    if is_heard_again:
+        job.drop(B)
+        job.tick(0.25, alive=(A, C))
+        job.hello(B, 1)
+    job.tick(0.5, alive=(A, C))
+    job.drop(B)
+    job.tick(0.25, alive=(A, C))
+    job.refused(B)
+    (failure,) = job.records("failure_detected")
+    assert (failure["cause"], failure["detect_s"], failure["late_s"]) == ("connection", 0.25, 0.75)
 
 
 def test_progress_is_no_hang() -> None:
@@ -353,6 +371,7 @@ def test_expected_member_that_never_comes() -> None:
             "host": None,
             "doing": "",
             "late_s": None,
+            "detect_s": None,
         }
     ]
     assert not job.of(effects.Kill)
