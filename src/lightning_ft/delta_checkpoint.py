@@ -41,6 +41,7 @@ from lightning_ft.lightning_internals import (
     dump_checkpoint,
     is_between_epochs,
 )
+from lightning_ft.lightning_progress import WaitingBar
 from lightning_ft.rejoin import go_on
 
 _RANKS = "lightning_ft_ranks"
@@ -326,16 +327,20 @@ class DeltaCheckpoint(ModelCheckpoint):
     def _settle(self, trainer: Trainer, *, waits: bool) -> bool | None:
         """Find out together how the last save stands. Returns: Whether the next may begin; None: never again."""
         saver = self._saver
-        while waits and saver is not None and not saver.wait_written(1.0):
-            progress("writing a checkpoint")
+        with WaitingBar("Waiting for the last checkpoint to be written") as bar:
+            while waits and saver is not None and not saver.wait_written(1.0):
+                progress("writing a checkpoint")
+                bar.done()
         error = None if saver is None else saver.take_error()
         is_busy, first = self._agree(trainer, error)
         has_failed = first is not None
         if has_failed and saver is not None:
             saver.abandon()
         # After a failure there is nothing left to commit; but what this rank itself still writes is not waited for.
-        while saver is not None and (waits or (has_failed and saver.is_committing)) and not saver.wait(1.0):
-            progress("committing a checkpoint")
+        with WaitingBar("Waiting for the last checkpoint to be complete") as bar:
+            while saver is not None and (waits or (has_failed and saver.is_committing)) and not saver.wait(1.0):
+                progress("committing a checkpoint")
+                bar.done()
         if waits or has_failed:  # what came of it, only the rank that commits knows
             late = None if saver is None else saver.take_error()
             if not has_failed:

@@ -13,11 +13,14 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import CheckpointIO
 from typing_extensions import override
 
-from lightning_ft.checkpoint.manifests import published_keys
+from lightning_ft.checkpoint.manifests import published_keys, read_chain
 from lightning_ft.checkpoint.records import MANIFESTS, Key, manifest_path
-from lightning_ft.checkpoint.store import open_store
+from lightning_ft.checkpoint.store import Store, open_store
+from lightning_ft.checkpoint.watched import WatchedStore
 from lightning_ft.comm import backend
+from lightning_ft.errors import CheckpointError
 from lightning_ft.lightning_internals import rank_zero_rank
+from lightning_ft.lightning_progress import WaitingBar
 
 
 class DeltaCheckpointIO(CheckpointIO):
@@ -54,7 +57,9 @@ class DeltaCheckpointIO(CheckpointIO):
         url, key = found
         started_s = time.monotonic()
         store = open_store(url, **self._storage_options)
-        restored = restore(store, key=key, weights_only=weights_only is not False)
+        with WaitingBar(f"Restoring from {url}", _num_stored(store, key)) as bar:
+            watched = WatchedStore(store, bar.done)
+            restored = restore(watched, key=key, weights_only=weights_only is not False)
         if not rank_zero_rank():
             backend.report(
                 "checkpoint_restored",
@@ -81,6 +86,15 @@ class DeltaCheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         """As the other plugin."""
         self._other.teardown()
+
+
+def _num_stored(store: Store, key: Key | None) -> int | None:
+    """Return how many bytes a checkpoint, and what it depends on, has; None: it can't be told."""
+    try:
+        chain = read_chain(store, key or published_keys(store)[0])
+    except (CheckpointError, IndexError):  # whoever reads it says what is wrong
+        return None
+    return sum(pack.num_bytes for manifest in chain for pack in manifest.packs)
 
 
 def locate(path: str, **storage_options: Any) -> tuple[str, Key | None] | None:

@@ -167,10 +167,10 @@ class Rollback:
             key, state, source = self._recall()
         except FaultToleranceError as cause:
             raise error from cause  # all ranks alike
-        last, count = self._count
-        self._count = key, count + 1 if key == last else 1
-        if self._count[1] > self._saves.max_rollbacks:
+        count = self._count[1]  # of all: who has joined meanwhile does not know it
+        if count >= self._saves.max_rollbacks:
             raise error from FaultToleranceError(f"going back to step {key.step} has not helped, {count} times")
+        self._count = key, count + 1
         self._take(state)
         self._random = state.own[-1]["random"]
         if self._trainer.is_global_zero:
@@ -192,14 +192,15 @@ class Rollback:
     def _recall_from(self, group: FaultTolerantProcessGroup) -> tuple[Key, State, str]:
         snapshot = self._saves.snapshot
         is_whole = snapshot is not None and snapshot.own is not None
-        told = pickle.dumps(
-            (snapshot.key, snapshot.share.rank, snapshot.share.num_ranks) if snapshot and is_whole else None
-        )
-        entries = [pickle.loads(entry) for entry in group.gather_bytes(told)]  # noqa: S301 - the ranks trust each other
+        held = (snapshot.key, snapshot.share.rank, snapshot.share.num_ranks) if snapshot and is_whole else None
+        told = pickle.dumps((held, self._count))
+        answers = [pickle.loads(entry) for entry in group.gather_bytes(told)]  # noqa: S301 - the ranks trust each other
+        entries = [entry for entry, _ in answers]
         known = [entry for entry in entries if entry is not None]
         if not known:
             raise FaultToleranceError("going back failed: nothing was saved yet")
         key, _, num_ranks = max(known, key=lambda entry: entry[0])
+        self._count = key, max((count for _, (of, count) in answers if of == key), default=0)
         holder_of = {entry[1]: rank for rank, entry in enumerate(entries) if entry is not None and entry[0] == key}
         first = min(holder_of.values())
         is_mine = snapshot is not None and is_whole and snapshot.key == key

@@ -11,8 +11,9 @@ import pathlib
 import pickle
 import signal
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -45,8 +46,10 @@ from lightning_ft.lightning_checkpoints import DeltaCheckpointIO
 from lightning_ft.lightning_evaluation import CompleteEvaluations
 from lightning_ft.lightning_refresh import DataRefresher
 from lightning_ft.resize import Resize
-from lightning_ft.rollback import Rollback
 from lightning_ft.stopping import Stopping
+
+if TYPE_CHECKING:
+    from lightning_ft.rollback import Rollback
 
 _log = logging.getLogger("lightning_ft")
 
@@ -281,7 +284,10 @@ class FaultTolerantDDPStrategy(DDPStrategy):
                 CompleteEvaluations(trainer, lambda: self._group_members, self.barrier, self._on_complete)
             lightning_internals.around_each_batch(trainer, self._before_batch, self._epoch_data.after_batch)
             lightning_internals.take_stop_signals(trainer, self._stopping)
-            if self.group is not None:
+            # Whoever has no DeltaCheckpoint needs no Blosc2, which takes half a second to load.
+            if self.group is not None and "lightning_ft.delta_checkpoint" in sys.modules:
+                from lightning_ft.rollback import Rollback
+
                 self._rollback = Rollback.of(trainer, self.group, self._give, self._go_back)
         promotion.prepare(trainer, self.broadcast)
         self._tell_log_directory(trainer)

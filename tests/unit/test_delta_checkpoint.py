@@ -14,12 +14,14 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ft
+from lightning_ft import lightning_progress
 from lightning_ft.checkpoint import Writer, load
 from lightning_ft.checkpoint.manifests import published_keys
 from lightning_ft.checkpoint.store import open_store
 from lightning_ft.config import checkpoint_interval
 from lightning_ft.errors import StaleWriterError, StoreError
 from lightning_ft.lightning_checkpoints import locate
+from lightning_ft.lightning_progress import WaitingBar
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning's advice
 
@@ -101,6 +103,21 @@ def test_it_loads_for_evaluations_too(tmp_path: pathlib.Path) -> None:
         trainer = _trainer(tmp_path, plugins=[lightning_ft.DeltaCheckpointIO()])
         getattr(trainer, name)(fresh, _loader(), ckpt_path=str(url), verbose=False)
         torch.testing.assert_close(fresh.state_dict(), model.state_dict(), rtol=0.0, atol=0.0)
+
+
+def test_long_waits_are_shown(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A restore with how much of it is done; nothing is, as long as it is quick."""
+    url = tmp_path / "run"
+    _fit(tmp_path, lightning_ft.DeltaCheckpoint(url, every_n_epochs=1), max_epochs=1)
+    for after_s in (60.0, 0.0):
+        monkeypatch.setattr(lightning_progress, "AFTER_S", after_s)
+        _fit(tmp_path, lightning_ft.DeltaCheckpoint(url, every_n_epochs=1), ckpt_path="last", max_epochs=2)
+        assert (f"Restoring from {url}: 100%" in capsys.readouterr().err) == (after_s == 0.0)
+    with WaitingBar("Waiting") as bar:
+        bar.done()
+    assert "Waiting: 00:00" in capsys.readouterr().err
 
 
 def test_last_of_nothing_starts_anew(tmp_path: pathlib.Path) -> None:

@@ -34,6 +34,7 @@ LAYERS = (
     "checkpoint",
     "metrics",
     "lightning_internals",
+    "lightning_progress",
     "lightning_epoch",
     "lightning_deal",
     "lightning_refresh",

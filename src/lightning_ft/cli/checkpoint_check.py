@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def _verdicts(store: Store, *, deep: bool) -> list[Verdict]:
     from lightning_ft.checkpoint.manifests import published_keys, read_chain
     from lightning_ft.checkpoint.verification import verify
-    from lightning_ft.cli.watched import Progress, WatchedStore
+    from lightning_ft.checkpoint.watched import WatchedStore
+    from lightning_ft.cli.watched import Progress
     from lightning_ft.errors import CheckpointDamagedError, UnsupportedCheckpointError
 
     total_bytes = 0

@@ -14,7 +14,8 @@ def export(options: argparse.Namespace) -> int:
     from lightning_ft.checkpoint.export import write_ckpt, write_safetensors
     from lightning_ft.checkpoint.manifests import published_keys, read_chain
     from lightning_ft.checkpoint.restore import restore
-    from lightning_ft.cli.watched import Progress, WatchedStore
+    from lightning_ft.checkpoint.watched import WatchedStore
+    from lightning_ft.cli.watched import Progress
 
     is_safetensors = options.target.endswith(".safetensors")
     store, named = open_place(options)
