@@ -95,13 +95,12 @@ class Member:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """Who was in the job from `time_s` on, in the order of ranks; `target`: how many it should have had, >= 1."""
+    """Who was in the job from `time_s` on, in the order of ranks."""
 
     time_s: float
     generation: int
     members: tuple[str, ...]
     reason: str
-    target: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,6 +196,7 @@ class History:
         generation: Of the newest view.
         members: By logical id.
         views: In order.
+        sizes: From when on how many members the job had, and how many it should have had (>= 1).
         incidents: In order.
         checkpoints: In order.
         num_checkpoints_failed: Saves that failed or were given up.
@@ -220,6 +220,7 @@ class History:
         self.generation = 0
         self.members: dict[str, Member] = {}
         self.views: list[View] = []
+        self.sizes: list[tuple[float, int, int]] = []
         self.incidents: list[Incident] = []
         self.checkpoints: list[Checkpoint] = []
         self.num_checkpoints_failed = 0
@@ -231,6 +232,7 @@ class History:
         self.num_damaged = 0
         self._first_step_s: float | None = None
         self._not_restored: list[Incident] = []
+        self._lost_in_view: set[str] = set()
         self._ended: Incident | None = None
 
     @property
@@ -311,10 +313,10 @@ class History:
         since_s, end_s = self.trains_since_s, self.end_s(now_s)
         if since_s is None or end_s <= since_s:
             return None
-        ends_s = [*(view.time_s for view in self.views[1:]), end_s]
+        ends_s = [*(time_s for time_s, _, _ in self.sizes[1:]), end_s]
         had_s = math.fsum(
-            len(view.members) / view.target * max(0.0, min(last_s, end_s) - max(view.time_s, since_s))
-            for view, last_s in zip(self.views, ends_s, strict=True)
+            size / target * max(0.0, min(last_s, end_s) - max(time_s, since_s))
+            for (time_s, size, target), last_s in zip(self.sizes, ends_s, strict=True)
         )
         return min(1.0, had_s / (end_s - since_s))
 
@@ -460,6 +462,10 @@ def _on_failure_detected(history: History, line: _Line) -> None:
     loss = Loss(line.subject, line.time_s, host, line.text("cause"), line.text("detail"), line.text("doing"))
     member = _member(history, line.subject, line.time_s)
     member.is_straggler = False
+    if member.rank is not None:
+        history._lost_in_view.add(member.member)
+        size = len(history.view) - len(history._lost_in_view)
+        history.sizes.append((line.time_s, size, history.sizes[-1][2]))
     _become(member, MemberState.LOST, line.time_s, loss.detail)
     if history.stopped_s is not None or not history.views:  # nothing trained that could stand still
         return
@@ -490,8 +496,10 @@ def _on_link_failed(history: History, _line: _Line) -> None:
 def _on_view_committed(history: History, line: _Line) -> None:
     members, reason = line.names("members"), line.text("reason")
     history.target = max(history.target, len(members), 1)
-    view = View(line.time_s, line.generation, members, reason, history.target)
+    view = View(line.time_s, line.generation, members, reason)
     history.views.append(view)
+    history.sizes.append((line.time_s, len(members), history.target))
+    history._lost_in_view.clear()
     history.generation, history.reason = line.generation, ""
     if history.stopped_s is not None:  # said by a coordinator that was cut off, of its own side alone
         history.stopped_s = history.status = None

@@ -176,15 +176,21 @@ class Twin:
         if since_s >= end_s:
             return None
         pauses = [(first_s, end_s if last_s is None else last_s) for first_s, last_s in self.pauses()]
-        edges = {since_s, end_s, *(edge for pause in pauses for edge in pause), *(line["time"] for line in committed)}
+        edges = {since_s, end_s, *(edge for pause in pauses for edge in pause), *(line["time"] for line in self.events)}
         marks = sorted(edge for edge in edges if since_s <= edge <= end_s)
         good_s = had_s = 0.0
         for first_s, last_s in itertools.pairwise(marks):
             middle_s = (first_s + last_s) / 2
             good_s += (last_s - first_s) * (not any(began_s < middle_s < ended_s for began_s, ended_s in pauses))
             view = [event for event in committed if event["time"] <= first_s][-1]
-            had_s += (last_s - first_s) * len(view["members"]) / self.target(view)
+            had_s += (last_s - first_s) * self.num_there(view, first_s) / self.target(view)
         return good_s / (end_s - since_s), had_s / (end_s - since_s)
+
+    def num_there(self, view: dict[str, Any], now_s: float) -> int:
+        """How many of a view had not been given up yet."""
+        later = self.events[self.events.index(view) + 1 :]
+        lost = {line["member"] for line in later if line["event"] == "failure_detected" and line["time"] <= now_s}
+        return len({*view["members"]} - lost)
 
     def target(self, until: dict[str, Any]) -> int:
         """How many members the job should have at a view."""

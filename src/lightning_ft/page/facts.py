@@ -97,7 +97,7 @@ def facts(
         "recovery_s": _recovery_s(incidents),
         "standstills": [list(each) for each in history.standstills(now_s)[-MAX_POINTS:]],
         "lost_before_s": sum(last_s - first_s for first_s, last_s in history.standstills(now_s)[:-MAX_POINTS]),
-        "sizes": [[view.time_s, len(view.members), view.target] for view in history.views[-MAX_POINTS:]],
+        "sizes": [list(size) for size in history.sizes[-MAX_POINTS:]],
         "checkpoints": {
             "num_saved": len(history.checkpoints),
             "num_failed": history.num_checkpoints_failed,
@@ -309,7 +309,8 @@ def in_words(shown: Mapping[str, Any]) -> str:
         f"step {'-' if shown['step'] is None else shown['step']}{share}"
     )
     recovery = "" if shown["recovery_s"] is None else f", {duration(shown['recovery_s'])} on average"
-    lines.append(f"{shown['num_failures']} failures{recovery}")
+    num = shown["num_failures"]
+    lines.append(f"{num} failure{'' if num == 1 else 's'}{recovery}")
     for incident in reversed(shown["incidents"]):
         who = ", ".join([loss["member"] for loss in incident["losses"]] or incident["joined"])
         parts = [f"{name.replace('_', ' ')} {duration(part_s)}" for name, part_s in incident["phases"].items()]
@@ -320,7 +321,7 @@ def in_words(shown: Mapping[str, Any]) -> str:
         )
     log = shown["log"]
     if log["num_damaged"] or log["num_unknown"]:
-        lines.append(f"{log['num_damaged']} damaged lines and {log['num_unknown']} unknown events are left out")
+        lines.append(f"left out: damaged lines {log['num_damaged']}, unknown events {log['num_unknown']}")
     return "\n".join(lines)
 
 

@@ -120,7 +120,7 @@ def test_text_says_the_same() -> None:
     assert "process ended 0/1: 1.0 s (detect 0 ms, park 500 ms, rebuild 250 ms, settle 125 ms, catch up 125 ms)" in text
     assert "joined 0/1: 250 ms" in text
     (history,) = histories(["no line of a log", *busy(1).lines])
-    assert "1 damaged lines" in in_words(facts(history, history.last_s or 0.0))
+    assert "left out: damaged lines 1, unknown events 0" in in_words(facts(history, history.last_s or 0.0))
 
 
 @pytest.mark.parametrize(
