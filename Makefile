@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: setup
 	@{ command -v ip && command -v promtool && command -v chromium; } >/dev/null || test "$$(id -u)" != 0 || \
-	    { apt-get update -q && apt-get install -y -q --no-install-recommends iproute2 prometheus chromium; }
+	    { apt-get update -q && apt-get install -y -q --no-install-recommends iproute2 prometheus chromium fonts-dejavu-core; }
 	$(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
 
 test-quick: setup

@@ -9,6 +9,8 @@ import os
 import socket
 import subprocess
 import threading
+import urllib.request
+import webbrowser
 from collections.abc import Iterator
 
 import pytest
@@ -188,3 +190,24 @@ def test_nobody_has_come_yet() -> None:
     assert lines[3].split() == ["0/0", "-", "0", "awaited", "0", "-", "-"]
     assert lines[4].split() == ["0/1", "h:1", "-", "waits", "to", "join", "-", "0.2", "s", "ago", "-"]
     assert lines[-1] == "ring: 0/0 -> 0/0"
+
+
+@pytest.mark.parametrize("has_screen", [False, True])
+def test_open_prints_an_address_that_shows_the_page(
+    endpoint: str, has_screen: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It holds a key instead of the token, and goes to a browser where there is a screen."""
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setenv("LIGHTNING_FT_TOKEN", "secret")
+    monkeypatch.setenv("DISPLAY", ":0" if has_screen else "")
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    assert main(["status", "--open", "--coordinator", endpoint]) == 0
+    address = capsys.readouterr().out.strip()
+    assert address.startswith(f"http://{endpoint}/?token=")
+    assert "secret" not in address
+    assert opened == [address] * has_screen
+    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    with browser.open(address) as answer:
+        assert answer.url == f"http://{endpoint}/"
+        assert b'data-poll="/v1/page"' in answer.read()
