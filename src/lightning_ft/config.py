@@ -27,6 +27,9 @@ KEEP, SCALE_LR, KEEP_GLOBAL_BATCH = ON_RESIZE = "keep", "scale_lr", "keep_global
 PAD, EXACT = UNEVEN = "pad", "exact"
 """Values of the setting `uneven`."""
 
+BLOCKING, PIPELINED = CATCH_UP = "blocking", "pipelined"
+"""Values of the setting `catch_up`."""
+
 _LONGEST = 1800.0
 
 _LEAST = {"min_world_size": 1, "max_link_failures": 0, "max_restarts": 0, "rejoin_timeout": 0, "spares": 0}
@@ -62,6 +65,9 @@ class Settings:
             come back, if `respawn`, >= 0.
         max_world_size: Most members that the job may have, >= min_world_size; None: as many as it starts with.
         spares: How many more processes each agent starts, which wait to take a dead member's place, >= 0.
+        catch_up: How a process that joins gets the state: `blocking`: all of it while the members wait; `pipelined`:
+            most of it before, while they train on, and while they wait only what it has not.
+        catch_up_slowdown: By which part of its time a step may be longer for that, > 0 and <= 1.
         on_resize: What a fit does when its ranks change: `keep`; `scale_lr`: learning rates in proportion to their
             number; `keep_global_batch`: as many samples in a step as with all ranks.
         uneven: What a fit does if its samples can't be dealt evenly: `pad`: some of them twice, as `DistributedSampler`
@@ -89,6 +95,8 @@ class Settings:
     rejoin_timeout: float = 600.0
     max_world_size: int | None = None
     spares: int = 0
+    catch_up: str = PIPELINED
+    catch_up_slowdown: float = 0.1
     on_resize: str = KEEP
     uneven: str = PAD
     coordinator: str | None = None
@@ -118,8 +126,7 @@ class Settings:
                 f"heartbeat_interval={self.heartbeat_interval!r}, heartbeat_timeout={self.heartbeat_timeout!r}, "
                 f"timeout={self.timeout!r}"
             )
-        _check_one_of("on_resize", self.on_resize, ON_RESIZE)
-        _check_one_of("uneven", self.uneven, UNEVEN)
+        _check_choices(self)
         _check_endpoints(self)
         if self.process_group_backend not in (None, "gloo"):
             raise ValueError(f"process_group_backend must be 'gloo' or None, got {self.process_group_backend!r}")
@@ -283,6 +290,13 @@ def _flag(text: str) -> bool:
     return flags[text.lower()]
 
 
+def _check_choices(settings: Settings) -> None:
+    for name, allowed in (("on_resize", ON_RESIZE), ("uneven", UNEVEN), ("catch_up", CATCH_UP)):
+        _check_one_of(name, getattr(settings, name), allowed)
+    if not 0 < settings.catch_up_slowdown <= 1:
+        raise ValueError(f"catch_up_slowdown must be > 0 and <= 1, got {settings.catch_up_slowdown!r}")
+
+
 def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
@@ -305,6 +319,8 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "rejoin_timeout": float,
     "max_world_size": _optional_int,
     "spares": int,
+    "catch_up": str,
+    "catch_up_slowdown": float,
     "on_resize": str,
     "uneven": str,
     "coordinator": str,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+from lightning_ft.comm.replay import Trained
 from lightning_ft.comm.transfer import State
 from lightning_ft.coordinator.fingerprint import Fact, Fingerprint
 from lightning_ft.errors import LaunchError
@@ -58,10 +59,10 @@ class ElasticState:
             self._is_described = True
             ring.describe(Fingerprint(self._facts()))
         if ring.is_outside:
-            if not ring.join(self._give, self._take):
+            if not ring.join(self._give, self._take, self._trained):
                 raise SystemExit(0)
-        elif ring.is_admission_due:
-            ring.admit(self._give, self._take)
+        else:
+            ring.boundary(self._give, self._take, self._trained)
 
     def _facts(self) -> Iterator[Fact]:
         for name, part in self.__dict__.items():
@@ -75,15 +76,28 @@ class ElasticState:
         yield from facts_of_script()
 
     def _give(self) -> State:
-        replicated, own = {}, {}
+        own = {}
         for name, part in self.__dict__.items():
             if isinstance(part, torch.nn.Module):
-                replicated[name], own[name] = parameters_and_rest(part, part.state_dict())
+                own[name] = parameters_and_rest(part, part.state_dict())[1]
+            elif not isinstance(part, torch.optim.Optimizer):
+                own[name] = part.state_dict() if hasattr(part, "load_state_dict") else part
+        return State(self._replicated(), (own, random_state()))
+
+    def _replicated(self) -> dict[str, Any]:
+        replicated = {}
+        for name, part in self.__dict__.items():
+            if isinstance(part, torch.nn.Module):
+                replicated[name] = parameters_and_rest(part, part.state_dict())[0]
             elif isinstance(part, torch.optim.Optimizer):
                 replicated[name] = part.state_dict()
-            else:
-                own[name] = part.state_dict() if hasattr(part, "load_state_dict") else part
-        return State(replicated, (own, random_state()))
+        return replicated
+
+    def _trained(self) -> Trained:
+        parts = list(self.__dict__.values())
+        parameters = [own for part in parts if isinstance(part, torch.nn.Module) for own in part.parameters()]
+        optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+        return Trained(parameters, optimizers, self._replicated)
 
     def _take(self, state: State) -> None:
         own, randomness = state.own

@@ -272,6 +272,8 @@ _SENTENCES: dict[str, tuple[int, str]] = {
     ),
     "straggler_recovered": (logging.INFO, "holds nobody up any more"),
     "view_suspended": (logging.WARNING, "training is suspended: {reason}"),
+    "catch_up_begun": (logging.INFO, "sends the state to {num_joiners} that will join ({total_bytes} bytes)"),
+    "caught_up": (logging.INFO, "has joined: {missing_bytes} of {total_bytes} bytes were missing when it was admitted"),
     "view_committed": (logging.INFO, "the members are now {members}: {reason}"),
     "quorum_missing": (logging.WARNING, "training can't go on yet: {reason}"),
     "job_stopped": (logging.INFO, "training is over: {reason}"),

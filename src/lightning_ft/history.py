@@ -677,6 +677,8 @@ HANDLERS: dict[str, Callable[[History, _Line], None]] = {
 
 ONLY_TOLD = frozenset(
     {
+        "catch_up_begun",
+        "caught_up",
         "checkpoint_restored",
         "coordinator_restarted",
         "evaluation_incomplete",

@@ -28,6 +28,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_ft.comm.replay import Trained
 from lightning_ft.comm.transfer import State
 from lightning_ft.elastic import parameters_and_rest, random_state, set_random_state
 from lightning_ft.errors import LaunchError
@@ -69,9 +70,7 @@ def dump(trainer: Trainer, data: list[dict[str, Any]] | None) -> State:
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     parameters, buffers = parameters_and_rest(trainer.lightning_module, checkpoint.pop("state_dict"))
-    replicated = {"state_dict": parameters, "optimizer_states": checkpoint.pop("optimizer_states")}
-    if not trainer.lightning_module.automatic_optimization:  # else the next batch begins without any
-        replicated["gradients"] = {name: value.grad for name, value in trainer.lightning_module.named_parameters()}
+    replicated = _replicated(trainer, parameters, checkpoint.pop("optimizer_states"))
     epoch_loop = trainer.fit_loop.epoch_loop
     val_loop = epoch_loop.val_loop
     own = {
@@ -90,6 +89,25 @@ def dump(trainer: Trainer, data: list[dict[str, Any]] | None) -> State:
         "random": random_state(),
     }
     return State(replicated, own)
+
+
+def trained(trainer: Trainer) -> Trained:
+    """Return what the optimizers of a fit change."""
+
+    def replicated() -> dict[str, Any]:
+        strategy = trainer.strategy
+        parameters, _ = parameters_and_rest(trainer.lightning_module, strategy.lightning_module_state_dict())
+        return _replicated(trainer, parameters, [strategy.optimizer_state(own) for own in trainer.optimizers])
+
+    optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in trainer.optimizers]
+    return Trained(list(trainer.lightning_module.parameters()), optimizers, replicated)
+
+
+def _replicated(trainer: Trainer, parameters: dict[str, Any], optimizer_states: list[Any]) -> dict[str, Any]:
+    replicated = {"state_dict": parameters, "optimizer_states": optimizer_states}
+    if not trainer.lightning_module.automatic_optimization:  # else the next batch begins without any
+        replicated["gradients"] = {name: value.grad for name, value in trainer.lightning_module.named_parameters()}
+    return replicated
 
 
 def begin_epoch(trainer: Trainer, state: State) -> None:

@@ -35,6 +35,7 @@ from lightning_ft import lightning_data, lightning_deal, lightning_internals, pr
 from lightning_ft.child import watch_agent
 from lightning_ft.comm.backend import confirm_membership, progress, starts_late
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+from lightning_ft.comm.replay import Trained
 from lightning_ft.comm.transfer import State
 from lightning_ft.config import EXACT, KEEP_GLOBAL_BATCH, Settings
 from lightning_ft.coordinator.fingerprint import Fact, Fingerprint
@@ -81,6 +82,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         rejoin_timeout: Seconds that ranks which are too few to go on wait for others to come back.
         max_world_size: Most ranks that the job may have, with those that join; None: as many as it starts with.
         spares: How many more processes each node has, ready to take the place of a rank that dies.
+        catch_up: `blocking`: whoever joins gets the state while all wait; `pipelined`: most of it before.
+        catch_up_slowdown: By which part of its time a step may be longer for that.
         on_resize: `scale_lr`: learning rates follow the number of ranks. `keep_global_batch`: steps keep their samples.
         uneven: `exact`: no sample twice in an epoch; ranks with fewer samples in a step weigh less.
         coordinator: `host:port` of the coordinator, if the agent shall not start one at a free port.
@@ -127,6 +130,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         spares: int | None = None,
         metrics_port: int | None = None,
         metrics_host: str | None = None,
+        catch_up: Literal["blocking", "pipelined"] | None = None,
+        catch_up_slowdown: float | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
@@ -148,6 +153,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             spares=spares,
             metrics_port=metrics_port,
             metrics_host=metrics_host,
+            catch_up=catch_up,
+            catch_up_slowdown=catch_up_slowdown,
             on_resize=on_resize,
             uneven=uneven,
         )
@@ -370,7 +377,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     def teardown(self) -> None:
         self._promote_if_due(has_progress=False)  # rank 0 died after the last batch, or in an evaluation
         if self.group is not None:
-            self.group.ring.is_admission_due = False
+            self.group.ring.stop_catching_up()
             if isinstance(self.model, FaultTolerantDDP):
                 self.model.hand_over_no_more()
         super().teardown()
@@ -428,8 +435,10 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             self.group.ring.describe(Fingerprint(self._facts()))
         if self._is_outside:
             self._join()
-        elif self.group is not None and self.group.ring.is_admission_due and self._epoch_data.is_at_boundary:
-            self.group.ring.admit(self._give, self._take)
+        elif self.group is not None:
+            ring = self.group.ring
+            can_admit = ring.is_admission_due and self._epoch_data.is_at_boundary
+            ring.boundary(self._give, self._take, self._trained, can_admit=can_admit)
         self._epoch_data.before_batch()
         if self.group is not None and self._resize is not None:
             self._resize.tell(self.group.members)
@@ -446,7 +455,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     def _join(self) -> None:
         assert self.group is not None
-        if not self.group.ring.join(self._give, self._take):
+        if not self.group.ring.join(self._give, self._take, self._trained):
             raise SystemExit(0)  # all the others have ended
         assert self._trainer is not None
         self._trainer.num_sanity_val_steps = self._num_sanity_val_steps
@@ -454,6 +463,10 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             self._data.ranks_changed()
         if self._epoch_data is not None:
             self._epoch_data.joined()
+
+    def _trained(self) -> Trained:
+        assert self._trainer is not None
+        return rejoin.trained(self._trainer)
 
     def _give(self) -> State:
         assert self._trainer is not None

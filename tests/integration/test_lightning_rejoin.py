@@ -71,11 +71,17 @@ def check_fit(
 
 
 def test_the_dead_come_back(tmp_path: pathlib.Path) -> None:
-    """Two of four, rank 0 among them: with weights, optimizer, counters, callbacks and data of the others."""
+    """Two of four, rank 0 among them: with weights, optimizer, counters, callbacks and data of the others.
+
+    They get the weights and what the optimizer keeps before they are admitted, while the others train on.
+    """
     faults = "0/1=commit.done@10; 0/0=reduction.issued@25"
     program = ["lightning_fit.py", "--devices", "4", "--epochs", "16", "--hold", "--case", "batchnorm"]
-    with jobs.running_fit(tmp_path, 4, program, {**RESPAWN, "LIGHTNING_FT_FAIL_AT": faults}) as job:
+    settings = {**RESPAWN, "LIGHTNING_FT_FAIL_AT": faults}
+    with jobs.running_fit(tmp_path, 4, [*program, "--ahead", "6144"], settings) as job:
         check_fit(job, 16, num_lost=2)
+        missing = [event["missing_bytes"] for event in job.events() if event["event"] == "caught_up"]
+        assert missing[0] == 0, job.output()
 
 
 @pytest.mark.parametrize("num", [1, 2])

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lightning_ft.config import AUTO, Settings, parse_timeout
+from lightning_ft.config import AUTO, CATCH_UP, Settings, parse_timeout
 
 EXIT_OK = 0
 EXIT_FOUND = 1
@@ -106,6 +106,8 @@ _FLAGS: dict[str, tuple[dict[str, Any], str]] = {
     "rejoin_timeout": ({"type": float, "metavar": "S"}, "how long too few members wait for others to come back"),
     "max_world_size": ({"type": int, "metavar": "N"}, "most members, with those that join later"),
     "spares": ({"type": int, "metavar": "N"}, "processes on each node that wait to replace members"),
+    "catch_up": ({"choices": CATCH_UP}, "how a process that joins gets the state"),
+    "catch_up_slowdown": ({"type": float, "metavar": "SHARE"}, "by which part of its time a step may be longer for it"),
     "coordinator": ({"metavar": "HOST:PORT"}, "where node 0's coordinator listens"),
     "event_log": ({"metavar": "PATH"}, "file that gets the event log"),
     "metrics_port": ({"type": int, "metavar": "PORT"}, "port of the coordinator's host for Prometheus"),

@@ -58,12 +58,19 @@ class Admission:
         """Have it handed over no more. All members must do so alike: what the collector frees, it frees at any time."""
         self._carriers = [reference for reference in self._carriers if reference() is not carrier]
 
-    def run(self, give: Callable[[], State], take: Callable[[State], None], following: NextView | None = None) -> None:
+    def run(
+        self,
+        give: Callable[[], State],
+        take: Callable[[State], None],
+        own: Callable[[], Cargo] | None,
+        following: NextView | None = None,
+    ) -> None:
         """Go to the next view with whoever joins.
 
         Args:
             give: Returns the state for those that join.
             take: Called with the job's state, if this process does.
+            own: Returns what this process has itself, if it joins; None: it is sent all.
             following: The view that this process was admitted to; None: it is a member.
 
         Raises:
@@ -90,7 +97,8 @@ class Admission:
         # Before anybody waits: what a user's hooks do in it may fail, or take collectives of their own.
         cargo = self._load_or_close(load) if following is None else None
         views = self._views
-        views.admit = StateTransfer(load if cargo is None else lambda: cargo, take_all, self._say_progress).run
+        transfer = StateTransfer(load if cargo is None else lambda: cargo, take_all, self._say_progress, own=own)
+        views.admit = transfer.run
         views.recovery = Recovery(time.monotonic(), before=() if views.live is None else views.live.members)
         self._activity.wait("a boundary")
         try:
@@ -98,6 +106,8 @@ class Admission:
         finally:
             views.admit = None
             self._activity.go_on()
+        if following is not None:
+            views.report("caught_up", total_bytes=transfer.total_bytes, missing_bytes=transfer.sent_bytes)
 
     def _load_or_close(self, load: Callable[[], Cargo]) -> Cargo | None:
         try:

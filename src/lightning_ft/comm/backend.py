@@ -110,9 +110,10 @@ def make_group(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     incarnation = int(os.environ.get("LIGHTNING_FT_INCARNATION", "1"))
     expected = from_ranges(os.environ["LIGHTNING_FT_EXPECTED"])
     is_joiner = starts_late()
+    token = os.environ["LIGHTNING_FT_TOKEN"]
     client = MembershipClient(
         endpoint=endpoint,
-        token=os.environ["LIGHTNING_FT_TOKEN"],
+        token=token,
         member=member,
         incarnation=incarnation,
         address=transport.address,
@@ -122,7 +123,7 @@ def make_group(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
         standbys=[found for found in os.environ.get("LIGHTNING_FT_STANDBYS", "").split(",") if found],
     )
     ForkGuard(lambda: [found for found in open_sockets() if found.number == client.fileno()])
-    _ring, _pid = Ring(client, transport, member, settings, is_joiner=is_joiner), os.getpid()
+    _ring, _pid = Ring(client, transport, member, settings, token, is_joiner=is_joiner), os.getpid()
     _ring.on_renumbered.append(_update_rank_table)
     _ring.start(expected)
     atexit.register(_leave_at_exit, _ring, os.getpid(), is_joiner=is_joiner)

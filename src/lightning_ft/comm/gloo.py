@@ -38,6 +38,9 @@ _LOOK = datetime.timedelta(seconds=1)
 _CONNECT_TIME = datetime.timedelta(seconds=0.05)
 """Added to the time for making a group for each member of it: each connects to all others."""
 
+CATCH_UP_KEY = "lightning_ft/catch_up"
+"""Of a joiner's store."""
+
 _FOREVER = datetime.timedelta(days=365)
 
 _GRACE_S = 5.0
@@ -127,12 +130,48 @@ class InnerGroup:
                     return
             else:
                 return
-            if self._severed_s is not None and time.monotonic() - self._severed_s > self._grace_s:
-                if not self._is_stuck:
-                    self._is_stuck = True
-                    # Its destructor would wait for the work. Never freed, not even at the interpreter's end.
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
-                raise RingBrokenError("Gloo lost a message when the group was severed")
+            self._check_not_lost()
+
+    def wait_messages(self, works: Sequence[dist.Work], ended: Callable[[int], object]) -> None:
+        """Block until sends and receives of this group have ended, as `wait` does for collectives.
+
+        A message that is waited for with a timeout breaks all connections when that is over (torch 2.13,
+        gloo/transport/tcp/unbound_buffer.cc). So a thread waits without one, while this one looks.
+
+        Args:
+            works: They end in any order, but are waited for in this one.
+            ended: Told how many have ended, now and then.
+
+        Raises:
+            RuntimeError: One failed.
+            RingBrokenError: One was lost.
+            CallerError: A signal handler raised RuntimeError meanwhile.
+        """
+        waiter = _MessageWaiter(works)
+        num_told = 0
+        while not self._look(waiter):
+            if waiter.num_ended > num_told:
+                num_told = waiter.num_ended
+                ended(num_told)
+            self._check_not_lost()
+        if waiter.error is not None:
+            raise waiter.error
+        ended(len(works))
+
+    @staticmethod
+    def _look(waiter: _MessageWaiter) -> bool:
+        try:
+            return waiter.is_done.wait(_LOOK.total_seconds())
+        except RuntimeError as error:
+            raise CallerError(error) from None
+
+    def _check_not_lost(self) -> None:
+        if self._severed_s is not None and time.monotonic() - self._severed_s > self._grace_s:
+            if not self._is_stuck:
+                self._is_stuck = True
+                # Its destructor would wait for the work. Never freed, not even at the interpreter's end.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+            raise RingBrokenError("Gloo lost a message when the group was severed")
 
     def wait_for_future(self, future: torch.futures.Future[Any]) -> Any:
         """Return the value of a future that stands on works of this group; as `wait`."""
@@ -142,6 +181,31 @@ class InnerGroup:
             if self._severed_s is not None and time.monotonic() - self._severed_s > self._grace_s:
                 raise RingBrokenError("Gloo lost a message when the group was severed")
         return future.wait()
+
+
+class _MessageWaiter:
+    """Waits for messages in a thread of its own.
+
+    Attributes:
+        is_done: All have ended, or one has failed.
+        num_ended: How many have.
+        error: What one failed with.
+    """
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self.is_done = threading.Event()
+        self.num_ended = 0
+        self.error: RuntimeError | None = None
+        threading.Thread(target=self._run, args=(works,), name="lightning_ft messages", daemon=True).start()
+
+    def _run(self, works: Sequence[dist.Work]) -> None:
+        try:
+            for work in works:
+                work.wait(_FOREVER)
+                self.num_ended += 1
+        except RuntimeError as error:
+            self.error = error
+        self.is_done.set()
 
 
 class GlooTransport:
@@ -181,6 +245,10 @@ class GlooTransport:
         self._builds: list[Build] = []
         self._lock = threading.Lock()
         self._fork_guard = ForkGuard(self._own_sockets)
+
+    def publish_catch_up(self, port: int) -> None:
+        """Say in the own store where this process listens for the state of the job (`stream`)."""
+        self._store.set(CATCH_UP_KEY, str(port))
 
     def _own_sockets(self) -> Iterable[Descriptor]:
         """Return every socket of the store and of the groups, accepted ones included."""

@@ -7,6 +7,7 @@ monitor thread calls to end this process, and what `views` says.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 import time
@@ -16,20 +17,25 @@ from collections.abc import Callable, Iterator
 import torch
 
 from lightning_ft.child import end_at_once
+from lightning_ft.comm import catch_up
 from lightning_ft.comm.admission import Admission, Carrier
+from lightning_ft.comm.catch_up import CatchUp, Feed, Follower
 from lightning_ft.comm.gloo import CallerError, GlooTransport, RingBrokenError
 from lightning_ft.comm.live_view import LiveView
-from lightning_ft.comm.operations import Operation, Reduce
+from lightning_ft.comm.operations import BroadcastBytes, Operation, Reduce
 from lightning_ft.comm.recovery import Recovery
+from lightning_ft.comm.replay import Trained, num_bytes
 from lightning_ft.comm.sequence import CollectiveSequence
-from lightning_ft.comm.transfer import State
+from lightning_ft.comm.sockets import ForkGuard
+from lightning_ft.comm.transfer import Cargo, State, pack
 from lightning_ft.comm.views import BROKEN, Views
-from lightning_ft.config import Settings
+from lightning_ft.config import PIPELINED, Settings
 from lightning_ft.coordinator.activity import Activity
 from lightning_ft.coordinator.client import MembershipClient, NextView
 from lightning_ft.coordinator.fingerprint import Fingerprint
 from lightning_ft.errors import FaultToleranceError, LaunchError, signature_of
 from lightning_ft.faultpoints import reach
+from lightning_ft.membership.events import Address
 
 _log = logging.getLogger("lightning_ft")
 
@@ -42,6 +48,8 @@ class Ring:
         transport: Makes the inner groups.
         member: Own logical id.
         settings: Of the job.
+        token: Its secret.
+        is_joiner: Whether this process asks to join a job that runs.
 
     Attributes:
         world: The sequence of the group of all members.
@@ -57,6 +65,7 @@ class Ring:
         transport: GlooTransport,
         member: str,
         settings: Settings,
+        token: str,
         *,
         is_joiner: bool = False,
     ) -> None:
@@ -67,9 +76,13 @@ class Ring:
         self._client = client
         self._transport = transport
         self._lock = threading.RLock()
+        self._num_expected = 0
         self._num_made: dict[str, int] = {}
         self._is_closed = False
         self._views = Views(self.world, client, transport, member)
+        self._catch_up = CatchUp(settings.catch_up_slowdown)
+        self._token = token
+        ForkGuard(lambda: self._catch_up.descriptors)
         self._admission = Admission(self._views, client.activity, member)
         self.is_outside = is_joiner
         self.is_admission_due = False
@@ -115,6 +128,7 @@ class Ring:
         Raises:
             FaultToleranceError: There will be none for this member.
         """
+        self._num_expected = len(expected)
         if self.is_outside:  # not rank 0 whoever it is: it is none yet that writes for all
             others = [member for member in expected if member != self.member]
             self.world.visible = (*others[: max(1, len(expected) - 1)], self.member)
@@ -132,8 +146,14 @@ class Ring:
 
     @property
     def is_join_pending(self) -> bool:
-        """Whether somebody waits to join."""
-        return self._client.is_join_pending
+        """Whether somebody waits to join, and all members should come to the next boundary for it."""
+        return self._client.is_join_pending and (
+            not self._is_pipelined or self._catch_up.is_due(self._views.view.generation)
+        )
+
+    @property
+    def _is_pipelined(self) -> bool:
+        return self.settings.catch_up == PIPELINED
 
     @property
     def is_closed_to_joiners(self) -> bool:
@@ -158,28 +178,57 @@ class Ring:
         """Say what this process trains. A joiner says it before `join`, a member before others do."""
         self._client.describe(fingerprint)
 
-    def join(self, give: Callable[[], State], take: Callable[[State], None]) -> bool:
+    def join(self, give: Callable[[], State], take: Callable[[State], None], trained: Callable[[], Trained]) -> bool:
         """Say that all slow work is done, wait until the members admit this process, and take the job's state.
 
         Args:
             give: Returns the state for later joiners, should others fail meanwhile.
             take: Called with the job's state.
+            trained: Returns what of it optimizers change. Members may change it from now on.
 
         Returns: Whether it is a member now; False if the job ended before.
 
         Raises:
             FaultToleranceError: It was not admitted, or can't go on.
         """
+        own = self._follow(trained()) if self._is_pipelined else None
         with self._lock, _caller_errors:
             self._client.start()
             following = self._client.join()
             if following is None:
+                self._catch_up.stop()
                 self._is_closed = True
                 self._close()
                 return False
             self.is_outside = False
-            self._pass_boundary(give, take, following)
+            self._pass_boundary(give, take, own, following)
+            self._catch_up.follower = None
         return True
+
+    @property
+    def _is_short_of_members(self) -> bool:
+        """Whether the members are too few to take steps by themselves (C4)."""
+        num_members, most = len(self._views.view.members), self.settings.max_failures
+        is_missing_too_many = most is not None and self._num_expected - num_members > most
+        return num_members < self.settings.min_world_size or is_missing_too_many
+
+    def _follow(self, trained: Trained) -> Callable[[], Cargo]:
+        host, patience_s = self._transport.host, self._patience_s
+        follower = Follower(trained, host, self._transport.publish_catch_up, self._token, patience_s)
+        self._catch_up.follower = follower
+
+        def own() -> Cargo:
+            self.activity.progress("catching up")
+            follower.finish()
+            with self.outside():
+                return pack(State(trained.replicated(), None))
+
+        return own
+
+    @property
+    def _patience_s(self) -> float:
+        """Longer than the coordinator's: a joiner that is silent must not be admitted because it was given up here."""
+        return 2 * self.settings.heartbeat_timeout
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
@@ -190,15 +239,70 @@ class Ring:
         finally:
             self.is_outside = False
 
-    def admit(self, give: Callable[[], State], take: Callable[[State], None]) -> None:
-        """Let those join that wait, at a boundary that all members reach after the same commit. Arguments as `join`.
+    def boundary(
+        self,
+        give: Callable[[], State],
+        take: Callable[[State], None],
+        trained: Callable[[], Trained],
+        *,
+        can_admit: bool = True,
+    ) -> None:
+        """Pass a place between two steps that all members reach after the same commit; let those join that wait.
+
+        Args:
+            give: As `join`.
+            take: As `join`.
+            trained: As `join`; called when somebody begins to catch up.
+            can_admit: Whether somebody may join here; the same on all members.
 
         Raises:
             FaultToleranceError: This member can't go on.
         """
         with self._lock, _caller_errors:
-            self.is_admission_due = False
-            self._pass_boundary(give, take)
+            is_due, self.is_admission_due = self.is_admission_due and can_admit, self.is_admission_due and not can_admit
+            if is_due and (not self._is_pipelined or self._agree_to_admit(trained)):
+                self._catch_up.end()
+                self._pass_boundary(give, take, (lambda: Cargo(b"", [])) if self._is_pipelined else None)
+            else:
+                self._catch_up.at_boundary(self._views.view.generation)
+
+    def stop_catching_up(self) -> None:
+        """Send nothing more to those that wait, and let nobody join before somebody asks again."""
+        self.is_admission_due = False
+        self._catch_up.stop()
+
+    def _agree_to_admit(self, trained: Callable[[], Trained]) -> bool:
+        """Learn what the first member has decided: to admit who waits, to begin to send the state, or nothing."""
+        generation = self._views.view.generation
+        mine = trained()
+
+        def decide() -> bytes:
+            waiting = [[joiner.host, joiner.store_port] for joiner in self._client.joiners]
+            feed = self._catch_up.feed
+            is_urgent = self._is_short_of_members or num_bytes(mine) <= catch_up.SMALL_BYTES
+            if is_urgent or (feed is not None and feed.generation == self._views.view.generation and feed.is_over):
+                waiting = []
+            return json.dumps({"admits": bool(self._client.joiners) and not waiting, "joiners": waiting}).encode()
+
+        operation = BroadcastBytes(decide, 0)
+        self.run(self.world, operation)
+        decided = json.loads(operation.data.numpy().tobytes())
+        if decided["joiners"] and operation.final_generation == generation:
+            self._catch_up.stop()
+            reach("catch_up.begin")
+            if self.member == operation.final_members[0]:
+                self.report("catch_up_begun", num_joiners=len(decided["joiners"]), total_bytes=num_bytes(mine))
+            self._catch_up.feed = Feed(
+                mine,
+                [Address(host, port) for host, port in decided["joiners"]],
+                donors=operation.final_members,
+                member=self.member,
+                generation=generation,
+                token=self._token,
+                pace=self._catch_up.pace,
+                patience_s=self._patience_s,
+            )
+        return bool(decided["admits"])
 
     def carry(self, carrier: Carrier) -> None:
         """As `Admission.carry`."""
@@ -209,12 +313,16 @@ class Ring:
         self._admission.forget(carrier)
 
     def _pass_boundary(
-        self, give: Callable[[], State], take: Callable[[State], None], following: NextView | None = None
+        self,
+        give: Callable[[], State],
+        take: Callable[[State], None],
+        own: Callable[[], Cargo] | None,
+        following: NextView | None = None,
     ) -> None:
         """Every member passes it once, with one number at its end: with it rank and world size follow the view."""
         if self.world.last is not None:
             self._complete(self.world, self.world.last)
-        self._admission.run(give, take, following)
+        self._admission.run(give, take, own, following)
         self.run(self.world, Reduce([torch.zeros(1)]))
 
     def submit(self, sequence: CollectiveSequence, operation: Operation) -> None:
@@ -333,6 +441,7 @@ class Ring:
         self._close()
 
     def _close(self) -> None:
+        self._catch_up.close()
         self._client.close()
         self._views.break_view()  # what still ran when the interpreter ends would keep it from ending
         self._transport.close()

@@ -49,6 +49,12 @@ def open_sockets() -> frozenset[Descriptor]:
     return frozenset(Descriptor(number, link) for number, link in found if link.startswith("socket:"))
 
 
+def descriptor_of(sock: socket.socket) -> list[Descriptor]:
+    """Return a Python socket's descriptor; none if it is closed."""
+    number = sock.fileno()
+    return [Descriptor(number, _link(number))] if number >= 0 else []
+
+
 def ports(descriptor: Descriptor) -> tuple[int, int | None] | None:
     """Return (local port, remote port or None if it listens), or None if it is no open TCP socket."""
     with contextlib.suppress(OSError), _borrow(descriptor) as borrowed:

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from lightning_ft.comm.place import Place, as_bytes, broadcast, gather_now
 from lightning_ft.errors import LaunchError
 from lightning_ft.membership.settle import SettlePlan
 
+_log = logging.getLogger("lightning_ft")
+
 _MAX_PIECE = 64 * 1024 * 1024
 """Bytes of one message: after each the receiver says that it makes progress."""
+
+_MAX_CHUNK = 4 * 1024 * 1024
+"""Bytes that are compared, and sent or not, as a whole."""
+
+_DIGEST_BYTES = 16
+
+_DIGESTS_TAG, _WANTED_TAG, _FIRST_PIECE_TAG = range(3)
 
 
 class State(NamedTuple):
@@ -51,14 +63,26 @@ class StateTransfer:
         load: Returns what a donor sends; it must not change until the transfer has ended.
         take: Called on a joiner with the state, once it has arrived whole.
         progress: Called after each piece.
+        own: Returns what a joiner has itself, and is not sent then. None, on any member: joiners are sent all.
+
+    Attributes:
+        sent_bytes: Of the tensors, what was sent to this joiner.
+        total_bytes: Of all tensors.
     """
 
     def __init__(
-        self, load: Callable[[], Cargo], take: Callable[[State], None], progress: Callable[[str], None]
+        self,
+        load: Callable[[], Cargo],
+        take: Callable[[State], None],
+        progress: Callable[[str], None],
+        *,
+        own: Callable[[], Cargo] | None = None,
     ) -> None:
         self._load = load
         self._take = take
         self._progress = progress
+        self._own = own
+        self.sent_bytes = self.total_bytes = 0
 
     def run(self, place: Place, plan: SettlePlan) -> None:
         """Take part.
@@ -68,9 +92,9 @@ class StateTransfer:
             LaunchError: This process is a joiner, and the state does not fit it.
         """
         is_joiner = place.rank in plan.joiners
-        cargo = Cargo(b"", []) if is_joiner else self._load()
-        layout = zlib.crc32(repr([(tensor.dtype, tuple(tensor.shape)) for tensor in cargo.tensors]).encode())
-        slots = gather_now(place, torch.tensor([layout, len(cargo.skeleton)])).view(torch.int64).tolist()
+        cargo = self._load_own() if is_joiner else self._load()
+        row = torch.tensor([_crc(cargo.tensors), len(cargo.skeleton), int(self._own is not None)])
+        slots = gather_now(place, row).view(torch.int64).tolist()
         holders = [rank for rank in range(place.size) if rank not in plan.joiners]
         first = holders[0]
         donors = [rank for rank in holders if slots[rank][0] == slots[first][0]]
@@ -78,26 +102,141 @@ class StateTransfer:
         if place.rank == first:
             header = torch.frombuffer(bytearray(cargo.skeleton), dtype=torch.uint8)
         place.inner.wait(broadcast(place, header, first))
+        compares = all(row[2] for row in slots)
         if is_joiner:
             with _own_errors(place):
                 unpacker = _Unpacker(header.numpy().tobytes())
-            self._move(place, unpacker.tensors, donors, (place.rank,))
+            self._receive(place, donors, unpacker, cargo if compares else None)
             with _own_errors(place):
                 self._take(unpacker.state())
         elif place.rank in donors:
-            self._move(place, [tensor.cpu().contiguous() for tensor in cargo.tensors], donors, plan.joiners)
+            tensors = [tensor.cpu().contiguous() for tensor in cargo.tensors]
+            self._send(place, donors, plan.joiners, tensors, compares=compares)
 
-    def _move(self, place: Place, tensors: Sequence[Tensor], donors: Sequence[int], joiners: Sequence[int]) -> None:
-        """Send the own stripe to all joiners, or receive all stripes."""
+    def _load_own(self) -> Cargo:
+        """What this joiner has itself; nothing if that can't be told, since it may be sent everything."""
+        if self._own is not None:
+            try:
+                return self._own()
+            except Exception:  # noqa: BLE001 - it is sent all then
+                _log.debug("what this process has can't be compared", exc_info=True)
+        return Cargo(b"", [])
+
+    def _send(
+        self, place: Place, donors: Sequence[int], joiners: Sequence[int], tensors: Sequence[Tensor], *, compares: bool
+    ) -> None:
+        """Send the own stripe of what each joiner wants."""
+        chunks = cut(tensors)
+        wanted = {joiner: torch.ones(len(chunks), dtype=torch.bool) for joiner in joiners}
+        if compares and chunks:
+            own = _digests(share_of(chunks, donors, place.rank))
+            works = [place.group.send([own], joiner, _DIGESTS_TAG) for joiner in joiners if own.numel()]
+            works += [place.group.recv([as_bytes(wanted[joiner])], joiner, _WANTED_TAG) for joiner in joiners]
+            self._wait(place, works, "comparing the state with a joiner's")
         works = []
-        for tag, (donor, piece) in enumerate(_pieces(tensors, donors)):
-            if place.rank == donor:
-                works += [place.group.send([piece], joiner, tag) for joiner in joiners]
-            elif place.rank in joiners:
-                works.append(place.group.recv([piece], donor, tag))
-        for index, work in enumerate(works):
-            place.inner.wait(work)
-            self._progress(f"handing over the state, piece {index + 1} of {len(works)}")
+        for joiner in joiners:
+            for tag, (donor, piece) in enumerate(_pieces(_select(chunks, wanted[joiner]), donors), _FIRST_PIECE_TAG):
+                if donor == place.rank:
+                    works.append(place.group.send([piece], joiner, tag))
+        self._wait(place, works, "handing over the state")
+
+    def _receive(self, place: Place, donors: Sequence[int], unpacker: _Unpacker, own: Cargo | None) -> None:
+        """Receive all stripes of what this joiner has not."""
+        chunks = cut(unpacker.tensors)
+        wanted = torch.ones(len(chunks), dtype=torch.bool)
+        if own is not None and chunks:
+            shares = {donor: len(share_of(chunks, donors, donor)) for donor in donors}
+            rows = {donor: torch.empty(count, _DIGEST_BYTES, dtype=torch.uint8) for donor, count in shares.items()}
+            works = [place.group.recv([rows[donor]], donor, _DIGESTS_TAG) for donor in donors if shares[donor]]
+            known = _Known(own)
+            self._wait(place, works, "comparing the state with the job's")
+            digests = [b""] * len(chunks)
+            for index, donor in enumerate(donors):
+                digests[index :: len(donors)] = [row.tobytes() for row in rows[donor].numpy()]
+            wanted = known.fill(unpacker, digests)
+            chunks = cut(unpacker.tensors)
+            works = [place.group.send([as_bytes(wanted)], donor, _WANTED_TAG) for donor in donors]
+            self._wait(place, works, "asking for the state")
+        missing = _select(chunks, wanted)
+        self.sent_bytes = sum(chunk.nbytes for chunk in missing)
+        self.total_bytes = sum(chunk.nbytes for chunk in chunks)
+        works = [
+            place.group.recv([piece], donor, tag)
+            for tag, (donor, piece) in enumerate(_pieces(missing, donors), _FIRST_PIECE_TAG)
+        ]
+        self._wait(place, works, "being handed the state")
+
+    def _wait(self, place: Place, works: Sequence[dist.Work], what: str) -> None:
+        if works:
+            place.inner.wait_messages(works, lambda num: self._progress(f"{what}, piece {num} of {len(works)}"))
+
+
+def cut(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Cut contiguous tensors into chunks of bytes, each of one tensor."""
+    return [chunk for tensor in tensors if tensor.nbytes for chunk in as_bytes(tensor).split(_MAX_CHUNK)]
+
+
+def share_of(chunks: Sequence[Tensor], donors: Sequence[int], donor: int) -> Sequence[Tensor]:
+    """Return the chunks whose digests a donor tells."""
+    return chunks[donors.index(donor) :: len(donors)]
+
+
+def _select(chunks: Sequence[Tensor], wanted: Tensor) -> list[Tensor]:
+    return [chunk for chunk, is_wanted in zip(chunks, wanted.tolist(), strict=True) if is_wanted]
+
+
+def _digests(chunks: Sequence[Tensor]) -> Tensor:
+    """Return the chunks' digests, uint8, shape [number of chunks, _DIGEST_BYTES]."""
+    arrays: list[Any] = [chunk.numpy() for chunk in chunks]
+    found = b"".join(map(xxhash.xxh3_128_digest, arrays))
+    flat = torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)
+    return flat.view(-1, _DIGEST_BYTES)
+
+
+def _crc(tensors: Sequence[Tensor]) -> int:
+    return zlib.crc32(repr([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]).encode())
+
+
+class _Known:
+    """What a joiner has already, by what it is: chunks that it need not be sent.
+
+    Args:
+        cargo: Its own state. Its tensors are compared on the CPU.
+    """
+
+    def __init__(self, cargo: Cargo) -> None:
+        self._skeleton = cargo.skeleton
+        self._tensors = [tensor.cpu().contiguous() for tensor in cargo.tensors]
+        self._digests = [[row.tobytes() for row in _digests(cut([tensor])).numpy()] for tensor in self._tensors]
+        self._chunk_of = {
+            digest: chunk
+            for tensor, digests in zip(self._tensors, self._digests, strict=True)
+            for digest, chunk in zip(digests, cut([tensor]), strict=True)
+        }
+
+    def fill(self, unpacker: _Unpacker, digests: Sequence[bytes]) -> Tensor:
+        """Put what is known where it belongs. Returns: Which chunks are not known, bool, shape [number of chunks].
+
+        If the whole tree is as the job's, a tensor that is the job's stays where it is, and costs no copy. Otherwise
+        it is copied, since what is equal now may be another thing, and change later.
+        """
+        is_same_tree = self._skeleton != b"" and unpacker.has_tree_of(self._skeleton)
+        wanted, start = [], 0
+        for index, tensor in enumerate(unpacker.tensors):
+            end = start + len(cut([tensor]))
+            job = digests[start:end]
+            if is_same_tree and self._digests[index] == job:
+                unpacker.tensors[index] = self._tensors[index]
+                wanted += [False] * len(job)
+            else:
+                for chunk, digest in zip(cut([tensor]), job, strict=True):
+                    known = self._chunk_of.get(digest)
+                    is_known = known is not None and known.numel() == chunk.numel()
+                    if known is not None and is_known:
+                        chunk.copy_(known)
+                    wanted.append(not is_known)
+            start = end
+        return torch.tensor(wanted, dtype=torch.bool)
 
 
 @contextlib.contextmanager
@@ -135,7 +274,7 @@ def pack(state: State) -> Cargo:
 
 
 def _pieces(tensors: Sequence[Tensor], donors: Sequence[int]) -> list[tuple[int, Tensor]]:
-    """Cut the tensors' bytes into equal stripes, one for each donor, and these into pieces."""
+    """Cut the bytes of contiguous tensors into equal stripes, one for each donor, and these into pieces."""
     total = sum(tensor.nbytes for tensor in tensors)
     pieces, done, index = [], 0, 0
     for tensor in tensors:
@@ -180,7 +319,25 @@ class _Unpacker:
         self.tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in layout]
 
     def state(self) -> State:
-        unpickler = pickle.Unpickler(io.BytesIO(self._replicated))  # noqa: S301
-        unpickler.persistent_load = lambda key: self.tensors[key[0]]  # type: ignore[method-assign]
         own = torch.load(io.BytesIO(self._own), map_location="cpu", weights_only=False)
-        return State(unpickler.load(), own)
+        return State(_unpickle(self._replicated, lambda key: self.tensors[key[0]]), own)
+
+    def has_tree_of(self, skeleton: bytes) -> bool:
+        """Whether another state's replicated part is this one's, but for what the tensors hold."""
+        try:
+            replicated = pickle.loads(skeleton)[0]  # noqa: S301
+            return bool(_unpickle(replicated, _Place) == _unpickle(self._replicated, _Place))
+        except Exception:  # noqa: BLE001 - whatever objects say when they are compared
+            return False
+
+
+class _Place(tuple[Any, ...]):
+    """Stands for a tensor where a tree is compared."""
+
+    __slots__ = ()
+
+
+def _unpickle(data: bytes, persistent_load: Callable[[Any], Any]) -> Any:
+    unpickler = pickle.Unpickler(io.BytesIO(data))  # noqa: S301
+    unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
+    return unpickler.load()

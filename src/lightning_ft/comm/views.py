@@ -291,6 +291,10 @@ class Views:
             raise
         return Place(inner, members, rank, view.generation)
 
+    def report(self, event: str, **fields: object) -> None:
+        """Put a line into the job's event log."""
+        self._client.report(event, **fields)
+
     def report_recovery(self) -> None:
         """Put a recovery that is over into the event log."""
         recovery, settled = self.recovery, self._settled

@@ -144,7 +144,12 @@ class MembershipClient:
     @property
     def is_join_pending(self) -> bool:
         """Whether joiners wait to be admitted."""
-        return self._enrolment.is_join_pending
+        return bool(self._enrolment.joiners)
+
+    @property
+    def joiners(self) -> tuple[Address, ...]:
+        """Where the stores of those listen that wait to be admitted, as the first member was told."""
+        return self._enrolment.joiners
 
     def fileno(self) -> int:
         """Descriptor of the connection's socket, which forked processes must close; -1 without one."""

@@ -74,7 +74,7 @@ class Enrolment:
         leavers: Members of the view that will leave, with their last number.
         error: Why this member is out of the job; final.
         is_released: Nobody needs this member any more; final.
-        is_join_pending: Joiners wait to be admitted.
+        joiners: Where those are that wait to be admitted.
         fingerprint: Of what this process trains; None: not known yet.
 
     Invariants: I1 (`view` changes only by whole differences to itself). Threads: the owner's lock.
@@ -91,7 +91,7 @@ class Enrolment:
         self.leavers: dict[str, int] = {}
         self.error: FaultToleranceError | None = None
         self.is_released = False
-        self.is_join_pending = False
+        self.joiners: tuple[Address, ...] = ()
         self.fingerprint: Fingerprint | None = None
 
     @property
@@ -169,7 +169,7 @@ class Enrolment:
             case effects.Release():
                 self.is_released = True
             case effects.AnnounceJoin():
-                self.is_join_pending = True
+                self.joiners = message.addresses
         return ()
 
     def violation(self, problem: str) -> ProtocolViolationError:
@@ -210,7 +210,7 @@ class Enrolment:
         self.request = None
         self.following = NextView(self.view, message.meeting)
         self.leavers = {}  # whoever is needed once more leaves again, and whoever has come back has not left
-        self.is_join_pending = False
+        self.joiners = ()
         self._num_mismatches = 0
         return (Sever(message.generation),) if self._severed >= message.generation else ()
 

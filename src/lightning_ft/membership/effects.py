@@ -128,10 +128,11 @@ class Probe:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AnnounceJoin:
-    """Tell a member of the view (its first) that joiners are ready."""
+    """Tell a member of the view (its first) that joiners are ready, and where those are that it has room for."""
 
     member: str
     reason: str
+    addresses: tuple[Address, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from lightning_ft.membership.deadlines import judge
 from lightning_ft.membership.effects import Cause, Effect
 from lightning_ft.membership.ids import in_order
 from lightning_ft.membership.links import LinkFailure, recent
-from lightning_ft.membership.quorum import has_admissible, no_room, num_spares
+from lightning_ft.membership.quorum import admissible, no_room, num_spares
 from lightning_ft.membership.state import Failure, Joiner, Member, Phase, State, Status
 from lightning_ft.membership.transitions import (
     Turn,
@@ -196,7 +196,7 @@ def _on_ready(turn: Turn, event: events.Ready) -> None:
             turn.record(
                 "spare_ready", event.member, incarnation=event.incarnation, host=event.address.host, pid=event.pid
             )
-        is_told = has_admissible(turn.state, turn.clock_s, turn.settings)
+        is_told = admissible(turn.state, turn.clock_s, turn.settings)
         turn.change(joiners=turn.state.joiners.with_item(event.member, joiner))
         if not is_told:
             announce_joiners(turn)

@@ -114,12 +114,12 @@ def _votes(state: State, member: str, stayers: set[Status]) -> bool:
     return record.opposes or (record.status in stayers and record.has_state)
 
 
-def has_admissible(state: State, now_s: float, settings: Settings) -> bool:
-    """Whether somebody waits that the members of a healthy view could admit; arguments as for `quorum`."""
+def admissible(state: State, now_s: float, settings: Settings) -> tuple[str, ...]:
+    """Return who waits that the members of a healthy view could admit; arguments as for `quorum`."""
     if state.phase is not Phase.HEALTHY or not state.joiners:
-        return False
+        return ()
     members = [member for member in state.view.members if state.members[member].status is Status.RUNNING]
-    return bool(_admissible(state, members, now_s, settings))
+    return _admissible(state, members, now_s, settings)
 
 
 def num_spares(state: State, settings: Settings, newcomers: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from lightning_ft.membership import effects
 from lightning_ft.membership.effects import Cause, Effect
 from lightning_ft.membership.ids import in_order
 from lightning_ft.membership.links import WINDOW_S, LinkFailure, accused, counts
-from lightning_ft.membership.quorum import has_admissible, quorum
+from lightning_ft.membership.quorum import admissible, quorum
 from lightning_ft.membership.state import Joiner, Member, Phase, State, Status, Tally, View
 
 ALL_LEFT = "all members left"
@@ -289,10 +289,10 @@ def repeat_view(turn: Turn, member: Member) -> None:
 
 def announce_joiners(turn: Turn) -> None:
     """C7: tell the first member of a healthy view that somebody waits to join for whom there is room."""
-    if has_admissible(turn.state, turn.clock_s, turn.settings):
-        turn.emit(
-            effects.AnnounceJoin(turn.state.view.members[0], f"ready: {', '.join(in_order(turn.state.joiners)[:3])}")
-        )
+    if waiting := admissible(turn.state, turn.clock_s, turn.settings):
+        reason = f"ready: {', '.join(in_order(turn.state.joiners)[:3])}"
+        addresses = tuple(turn.state.joiners[joiner].address for joiner in waiting)
+        turn.emit(effects.AnnounceJoin(turn.state.view.members[0], reason, addresses))
 
 
 def stop(turn: Turn, reason: str, *, is_final: bool = False) -> None:

@@ -20,7 +20,7 @@ from lightning_ft.membership import wire_fields as read
 from lightning_ft.membership.replication import Entry
 from lightning_ft.membership.wire_fields import short
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Sent in the upgrade request; raised whenever a message changes."""
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -282,7 +282,7 @@ def encode(message: Message) -> str:
             value = getattr(value, attribute)
         body[field.name] = dict(value) if field.is_mapping else value
     try:
-        text = json.dumps(body, separators=(",", ":"), allow_nan=False)
+        text = json.dumps(body, separators=(",", ":"), allow_nan=False, default=dataclasses.asdict)
     except ValueError as error:
         raise WireError(str(error), type_name=schema.type_name) from None
     if len(text) > MAX_MESSAGE_BYTES:  # json.dumps writes ASCII: characters are bytes
@@ -534,7 +534,7 @@ _SCHEMAS: tuple[_Schema, ...] = (
     _schema("evicted", effects.Evict, {"reason": read.read_text}),
     _schema("declined", effects.Decline, {"reason": read.read_text, "description": read.read_text}),
     _schema("stopped", effects.Stop, {"reason": read.read_text, "is_final": read.read_flag}),
-    _schema("join_pending", effects.AnnounceJoin, {"reason": read.read_text}),
+    _schema("join_pending", effects.AnnounceJoin, {"reason": read.read_text, "addresses": read.read_addresses}),
     _schema("kill", effects.Kill, {**_IDENTITY, "reason": read.read_text}),
 )
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import NoReturn
 
+from lightning_ft.membership.events import Address
 from lightning_ft.membership.ids import parse_logical_id
 
 _MAX_INT = 2**63 - 1
@@ -123,6 +124,16 @@ def read_names(value: object) -> tuple[str, ...]:
     if not isinstance(value, list):
         _reject("a list of strings", value)
     return tuple(read_name(item) for item in value)
+
+
+def read_addresses(value: object) -> tuple[Address, ...]:
+    """A list of objects with `host` and `store_port`."""
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        _reject("a list of objects", value)
+    for item in value:
+        if set(item) != {"host", "store_port"}:
+            _reject("an object with host and store_port", item)
+    return tuple(Address(read_name(item["host"]), read_port(item["store_port"])) for item in value)
 
 
 def read_incarnations(value: object) -> tuple[tuple[str, int], ...]:

@@ -2,7 +2,7 @@
 
     lightning_fit.py OUT [--strategy ft_ddp|ddp] [--devices N] [--num-nodes N] [--case NAME]... [--epochs N]
                      [--workers N] [--logger csv|tensorboard] [--test] [--predict] [--skip-fit] [--hold]
-                     [--save-every N] [--resume CHECKPOINT] [--wanted N]
+                     [--save-every N] [--resume CHECKPOINT] [--wanted N] [--ahead BYTES]
 
 Cases train one after the other in the same processes: `adamw`, `batchnorm`, `accumulate`, `manual`, `hook`. Each member
 appends JSON lines to OUT/<node>-<slot>.jsonl; rank 0 saves OUT/<case>.pt. With --hold the batches are slow while ranks
@@ -183,8 +183,13 @@ def main() -> None:
     parser.add_argument("--hold", action="store_true")
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--resume")
+    parser.add_argument("--ahead", type=int, default=0, help="bytes of the state that a step sends ahead to joiners")
     parser.add_argument("--wanted", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.ahead:
+        from ahead import send_ahead
+
+        send_ahead(arguments.ahead)
     member = os.environ.get("LIGHTNING_FT_MEMBER", f"0/{os.environ.get('LOCAL_RANK', '0')}")
     log = (arguments.out / f"{member.replace('/', '-')}.jsonl").open("a")
 

@@ -2,7 +2,7 @@
 
     plain_loop.py OUT STEPS [--model mlp|batchnorm|unused|static|checkpoint] [--hook fp16|bf16|gather|powersgd]
                   [--optimizer sgd|adamw] [--accumulate N] [--sync-every N] [--bucket-view] [--slow MEMBER]
-                  [--stillborn MEMBER...] [--full] [--double]
+                  [--stillborn MEMBER...] [--full] [--double] [--ahead BYTES]
 
 With --full only those steps count that the whole job has done, so that it does not end before its dead are back; the
 others are done slowly, so that they are not too many. With --hold all wait before such a step until there is a file
@@ -110,6 +110,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--hold", type=int, nargs="*", default=(), help="steps")
     parser.add_argument("--world-size", type=int, default=0, help="how many members the job has when it is whole")
+    parser.add_argument("--ahead", type=int, default=0, help="bytes of the state that a step sends ahead to joiners")
     parser.add_argument("--double", action="store_true", help="in 64 bits: however long, a reference stays near")
     return parser.parse_args()
 
@@ -153,10 +154,14 @@ def register_hook(model: lightning_ft.FaultTolerantDDP, name: str) -> None:
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def main() -> None:  # noqa: PLR0915
+def main() -> None:  # noqa: C901, PLR0915
     """Run the loop."""
     arguments = _arguments()
     torch.set_num_threads(1)
+    if arguments.ahead:
+        from ahead import send_ahead
+
+        send_ahead(arguments.ahead)
     if arguments.double:
         torch.set_default_dtype(torch.float64)
     member = os.environ["LIGHTNING_FT_MEMBER"]

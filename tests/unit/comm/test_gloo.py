@@ -232,3 +232,29 @@ def test_own_sockets_are_kept_from_forks() -> None:
         guarded = {descriptor for transport in members for descriptor in transport._own_sockets()}
         assert guarded >= open_sockets() - before
         assert len(groups) == 2
+
+
+def test_a_message_may_be_waited_for_for_long() -> None:
+    """Longer than the pause after which one looks whether the group was severed: that must not break it."""
+    with inner_groups.transports(2) as members:
+        one, other = inner_groups.make(members)
+        data, told = torch.zeros(3), list[int]()
+        work = one.group.recv([data], 1, 5)
+
+        def send_late() -> None:
+            time.sleep(1.2 * gloo._LOOK.total_seconds())  # the time itself is what is tried
+            other.wait_messages([other.group.send([torch.ones(3)], 0, 5)], lambda _: None)
+
+        inner_groups.together(lambda: one.wait_messages([work], told.append), send_late)
+        assert told == [1]
+        assert data.tolist() == [1, 1, 1]
+
+
+def test_messages_of_a_severed_group_fail() -> None:
+    """At once, whichever end it was that was severed."""
+    with inner_groups.transports(2) as members:
+        one, other = inner_groups.make(members)
+        works = [one.group.recv([torch.zeros(3)], 1, 5)]
+        other.sever()
+        with pytest.raises(RuntimeError):
+            one.wait_messages(works, lambda _: None)

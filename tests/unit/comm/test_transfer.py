@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -60,20 +61,90 @@ def equal(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def hand_over(places: list[Place], joiners: tuple[int, ...], states: list[State]) -> dict[int, State]:
-    """Run a transfer, and return what each joiner took."""
+def hand_over(
+    places: list[Place], joiners: tuple[int, ...], states: list[State], owns: dict[int, Own] | None = None
+) -> dict[int, State]:
+    """Run a transfer, and return what each joiner took.
+
+    Args:
+        places: Of all members.
+        joiners: Their ranks.
+        states: Of all.
+        owns: What members say that they have themselves; all must, for it to count. Then `missing` has what was sent.
+    """
     plan = SettlePlan(target=8, donor=None, laggards=(), joiners=joiners, handover_is_void=False)
     taken: dict[int, State] = {}
-    runs = []
+    runs: list[Callable[[], None]] = []
+    transfers: list[StateTransfer] = []
     for place in places:
         own = StateTransfer(
             lambda rank=place.rank: transfer.pack(states[rank]),
             lambda found, rank=place.rank: taken.update({rank: found}),
             lambda _: None,
+            own=(owns or {}).get(place.rank),
         )
+        transfers.append(own)
         runs.append(lambda own=own, place=place: own.run(place, plan))
     inner_groups.together(*runs)
+    missing.clear()
+    missing.update({joiner: (transfers[joiner].sent_bytes, transfers[joiner].total_bytes) for joiner in joiners})
     return taken
+
+
+missing: dict[int, tuple[int, int]] = {}
+"""Of the last `hand_over`: for each joiner, bytes that were sent, and all bytes."""
+
+Own = Callable[[], transfer.Cargo]
+
+
+def cargo(replicated: Any) -> Own:
+    """Say that a process has this itself."""
+    return lambda: transfer.pack(State(replicated, None))
+
+
+def test_a_joiner_is_sent_what_it_has_not(places: list[Place], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunk by chunk, from all donors; two joiners need not lack the same."""
+    monkeypatch.setattr(transfer, "_MAX_CHUNK", 64)
+    states = [state(rank) for rank in range(NUM_MEMBERS)]
+    other = copy.deepcopy(states[2].replicated)
+    other["weights"][0][30:] += 1.0
+    owns = {0: cargo({}), 3: cargo({}), 1: cargo(states[1].replicated), 2: cargo(other)}
+    taken = hand_over(places, (1, 2), states, owns)
+    for found in taken.values():
+        assert equal(found.replicated, states[0].replicated)
+    sent, total = missing[1]
+    assert sent == 0
+    # The last seven rows of the weight, which is there thrice (itself, transposed, every third column), and no more.
+    assert 7 * 11 * 4 <= missing[2][0] < total // 2
+
+
+def test_what_a_joiner_has_stays_where_it_is_if_it_is_the_same_thing(places: list[Place]) -> None:
+    """Of a tree that is equal, tensors are not copied; one that is equal by chance elsewhere in the tree is."""
+    zeros = {"mean": torch.zeros(5), "square": torch.zeros(5), "other": torch.zeros(5)}
+    states = [State(copy.deepcopy(zeros), None) for _ in range(NUM_MEMBERS)]
+    same, swapped = states[1].replicated, {"mean": torch.zeros(5), "square": torch.zeros(5)}
+    owns = {0: cargo({}), 3: cargo({}), 1: cargo(same), 2: cargo(swapped)}
+    taken = hand_over(places, (1, 2), states, owns)
+    assert missing[1] == missing[2] == (0, 60)
+    found = taken[1].replicated
+    assert [found[name].data_ptr() for name in zeros] == [same[name].data_ptr() for name in zeros]
+    pointers = {taken[2].replicated[name].data_ptr() for name in zeros}
+    assert len(pointers) == 3
+    assert pointers.isdisjoint(tensor.data_ptr() for tensor in swapped.values())
+
+
+def test_if_one_member_does_not_compare_all_is_sent(places: list[Place]) -> None:
+    """Or nobody would say what the others wait for; a joiner that can't tell what it has is sent all as well."""
+
+    def fail() -> transfer.Cargo:
+        raise RuntimeError("not to be pickled")
+
+    states = [state(rank) for rank in range(NUM_MEMBERS)]
+    own = cargo(states[3].replicated)
+    assert equal(hand_over(places, (3,), states, {0: own, 1: own, 3: own})[3].replicated, states[0].replicated)
+    assert missing[3][0] == missing[3][1] > 0
+    assert equal(hand_over(places, (3,), states, {0: own, 1: own, 2: own, 3: fail})[3].replicated, states[0].replicated)
+    assert missing[3][0] == missing[3][1] > 0
 
 
 @pytest.mark.parametrize("joiners", [(3,), (1, 3), (0,), (0, 1, 2)], ids=str)

@@ -157,12 +157,13 @@ def test_end_is_final_and_severs(running: Enrolment, message: effects.Evict | ef
 
 
 def test_join_is_pending_until_the_next_view(running: Enrolment) -> None:
-    """The flag lives as long as the view that it was said in."""
-    running.take(effects.AnnounceJoin("0/1", "ready"))
-    assert running.is_join_pending
+    """What was said of it lives as long as the view that it was said in."""
+    waiting = (Address("host1", 29),)
+    running.take(effects.AnnounceJoin("0/1", "ready", waiting))
+    assert running.joiners == waiting
     running.park(4, "join", admits=True)
     running.take(view(2, 1, (), ("1/0",), 4))
-    assert not running.is_join_pending
+    assert running.joiners == ()
 
 
 def fingerprint(optimizer: str) -> Fingerprint:

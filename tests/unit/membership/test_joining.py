@@ -6,6 +6,7 @@ import pytest
 from driver import SILENCE_S, Job
 
 from lightning_ft.membership import effects
+from lightning_ft.membership.events import Address
 from lightning_ft.membership.quorum import no_room
 
 A, B, C, D = "0/0", "0/1", "1/0", "1/1"
@@ -40,7 +41,7 @@ def test_a_place_that_is_free_is_taken_once() -> None:
     job.exited(B)
     job.park(A)
     job.ready("9/0")
-    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(A, "ready: 9/0")]
+    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(A, "ready: 9/0", (Address("host9", 2),))]
     job.ready(B, 2)
     assert declined(job) == [B], "9/0 waits for the only place"
     job.ready("9/0")
@@ -72,7 +73,7 @@ def test_leavers_make_room() -> None:
     job.ready(C)
     assert declined(job) == []
     job.park(A)
-    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(A, "ready: 1/0")]
+    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(A, "ready: 1/0", (Address("host1", 2),))]
 
 
 def test_a_spare_is_no_member() -> None:
@@ -91,7 +92,7 @@ def test_a_spare_is_no_member() -> None:
     job.ready("0/2", 2)
     job.exited(B)
     job.park(A)
-    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(A, "ready: 0/2")]
+    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(A, "ready: 0/2", (Address("host0", 2),))]
     job.ready(B, 2)
     assert (declined(job), sorted(job.state.joiners)) == ([], [B, "0/2"])
     admit(job, A)
@@ -110,7 +111,7 @@ def test_a_spare_does_not_wait_for_the_process_that_it_replaces() -> None:
     job.tick(SILENCE_S, alive=(A, C, "0/2"))
     job.park(A)
     job.park(C)
-    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(A, "ready: 0/2")]
+    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(A, "ready: 0/2", (Address("host0", 2),))]
 
 
 def test_each_node_may_have_spares() -> None:

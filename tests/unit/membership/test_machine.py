@@ -652,7 +652,7 @@ def test_join_at_a_boundary() -> None:
     """Rank 0 is told once; all park with admits; the joiner is appended and gets the whole view."""
     job = Job.running(A, B)
     job.ready("9/0")
-    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(A, "ready: 9/0")]
+    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(A, "ready: 9/0", (Address("host9", 2),))]
     assert job.ready("8/0") == ()
     assert job.heartbeat("9/0") == ()
     job.park(A, 5, reason="join", admits=True)
@@ -676,7 +676,7 @@ def test_not_admitted_joiners_stay_pending() -> None:
     job.park(B, 5, admits=True)
     job.park(C, 4)
     assert job.state.view.members == (B, C)
-    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(B, "ready: 9/0")]
+    assert job.of(effects.AnnounceJoin) == [effects.AnnounceJoin(B, "ready: 9/0", (Address("host9", 2),))]
 
 
 def test_admitted_joiner_that_missed_its_view() -> None:

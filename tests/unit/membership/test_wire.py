@@ -50,7 +50,7 @@ MESSAGES: list[tuple[Any, tuple[type, ...]]] = [
     (effects.Decline("0/1", 3, "it trains something else", "a net"), wire.TO_MEMBER),
     (effects.Stop("0/1", "no quorum"), wire.TO_MEMBER),
     (effects.Stop("0/1", "a bug", is_final=True), wire.TO_MEMBER),
-    (effects.AnnounceJoin("0/1", "ready: 2/0"), wire.TO_MEMBER),
+    (effects.AnnounceJoin("0/1", "ready: 2/0", (ADDRESS, Address("::1", 7))), wire.TO_MEMBER),
     (effects.Kill("0/1", 3, "hang"), wire.TO_AGENT),
 ]
 

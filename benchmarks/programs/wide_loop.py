@@ -1,0 +1,54 @@
+"""A plain loop that trains many parameters with AdamW: `wide_loop.py OUT MILLIONS ACCUMULATE`.
+
+Each member appends JSON lines to OUT/<node>-<slot>.jsonl: when each step ended, seconds, and how many had taken it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import lightning_ft
+
+_WIDTH = 1024
+
+
+def main() -> None:
+    """Train until killed."""
+    out, millions, accumulate = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    member = os.environ["LIGHTNING_FT_MEMBER"]
+    log = (out / f"{member.replace('/', '-')}.jsonl").open("a")
+    dist.init_process_group("ft")
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(max(1, millions * 1_000_000 // _WIDTH**2))]
+    model = lightning_ft.ft_ddp(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    state = lightning_ft.ElasticState(model=model, optimizer=optimizer, step=0)
+    inputs = torch.randn(64, _WIDTH)
+    while not (out / "stop").exists() or dist.get_world_size() == 1:
+        state.boundary()
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            if part < accumulate - 1:
+                with model.no_sync():
+                    model(inputs).square().mean().backward()
+            else:
+                model.is_stop_requested = (out / "stop").exists()
+                model(inputs).square().mean().backward()
+        optimizer.step()
+        state.step += 1
+        line = {"event": "step", "time": time.time(), "step": state.step, "size": dist.get_world_size()}
+        log.write(json.dumps(line | {"pid": os.getpid()}) + "\n")
+        log.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
