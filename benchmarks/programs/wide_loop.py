@@ -32,7 +32,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     state = lightning_ft.ElasticState(model=model, optimizer=optimizer, step=0)
     inputs = torch.randn(64, _WIDTH)
-    while not (out / "stop").exists() or dist.get_world_size() == 1:
+    while True:
         state.boundary()
         optimizer.zero_grad()
         for part in range(accumulate):
@@ -40,14 +40,12 @@ def main() -> None:
                 with model.no_sync():
                     model(inputs).square().mean().backward()
             else:
-                model.is_stop_requested = (out / "stop").exists()
                 model(inputs).square().mean().backward()
         optimizer.step()
         state.step += 1
         line = {"event": "step", "time": time.time(), "step": state.step, "size": dist.get_world_size()}
         log.write(json.dumps(line | {"pid": os.getpid()}) + "\n")
         log.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
