@@ -7,17 +7,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from lightning_ft.checkpoint.codec import check_stored, decode
-from lightning_ft.checkpoint.format import check_pack_header, load_frame
-from lightning_ft.checkpoint.manifests import Place, check_coverage, check_sizes, missing_is_damage
+from lightning_ft.checkpoint.format import check_pack_header, hash_of, load_frame
+from lightning_ft.checkpoint.log import Log, gradient_bytes
+from lightning_ft.checkpoint.manifests import Place, check_coverage, check_sizes, missing_is_damage, read_log
 from lightning_ft.checkpoint.records import (
     FRAME_BYTES,
     NO_REFERENCE,
     PACK_HEADER_BYTES,
+    REPLAYED,
     Frame,
     Manifest,
+    manifest_path,
     pack_path,
 )
+from lightning_ft.checkpoint.replay import replay
 from lightning_ft.checkpoint.store import Store
+from lightning_ft.checkpoint.tensors import Bytes
 from lightning_ft.errors import CheckpointDamagedError
 
 WINDOW_BYTES = 16 << 20
@@ -43,11 +48,49 @@ def read_contents(store: Store, chain: Sequence[Manifest]) -> list[torch.Tensor]
     views = [content.numpy() for content in contents]
     held: dict[Place, bytes] = {}
     for manifest, places in zip(chain, needed, strict=True):
+        log = read_log(manifest)
+        replayed = []
+        gradients: dict[tuple[int, int], torch.Tensor] = {}
         for piece, frame, stored in read_frames(store, manifest, places):
-            out = views[frame.stream][frame.start : frame.start + frame.num_bytes]
-            decode(frame, stored, out, held.get(frame.place, NO_REFERENCE), piece)
-            held[frame.place] = frame.decoded_hash
+            if frame.codec == REPLAYED:
+                replayed.append(frame)
+            elif frame.slot:
+                assert log is not None, "of a manifest without a log no gradients are needed"
+                whole = _gradient(gradients, manifest, log, frame)
+                decode(frame, stored, whole.numpy()[frame.start :][: frame.num_bytes], NO_REFERENCE, piece)
+            else:
+                out = views[frame.stream][frame.start : frame.start + frame.num_bytes]
+                decode(frame, stored, out, held.get(frame.place, NO_REFERENCE), piece)
+                held[frame.place] = frame.decoded_hash
+        if log is not None and replayed:
+            replay(log, manifest.streams, contents, gradients, manifest_path(manifest.key))
+            for frame in replayed:
+                _check_replayed(frame, log, views, manifest_path(manifest.key))
+                held[frame.place] = frame.decoded_hash
     return contents
+
+
+def _check_replayed(frame: Frame, log: Log, views: Sequence[Bytes], piece: str) -> None:
+    out = views[frame.stream][frame.start : frame.start + frame.num_bytes]
+    if frame.stored_bytes:
+        raise CheckpointDamagedError(
+            f"chunk at {frame.start} of stream {frame.stream} is replayed, but has bytes", piece
+        )
+    if hash_of(out.data) != frame.decoded_hash:
+        raise CheckpointDamagedError(
+            f"{log.optimizer} does not make of the gradients here what it made of them with {log.program}", piece
+        )
+
+
+def _gradient(
+    gradients: dict[tuple[int, int], torch.Tensor], manifest: Manifest, log: Log, frame: Frame
+) -> torch.Tensor:
+    """Return the memory for a gradient, by step and stream."""
+    place = frame.slot - 1, frame.stream
+    if place not in gradients:
+        dtype = dict(log.steps[place[0]].gradients)[frame.stream]
+        gradients[place] = torch.empty(gradient_bytes(manifest.streams[frame.stream], dtype), dtype=torch.uint8)
+    return gradients[place]
 
 
 def read_frames(

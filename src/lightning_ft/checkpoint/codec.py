@@ -4,6 +4,8 @@
 * `blosc2`: a Blosc2 chunk (byte shuffle, zstd level 1).
 * `xor-blosc2`: the same of the exclusive or with the parent's chunk. On bits, so a NaN is like any other number and
   nothing is rounded: subtraction of floats can't be undone.
+* `add-blosc2`: the same of the float32 numbers that, added to the parent's, give the chunk's; only if they do so bit
+  for bit. For changes that were rounded: little is left of each number.
 * `unchanged`: nothing; the parent's chunk.
 """
 
@@ -17,19 +19,20 @@ import blosc2
 import numpy as np
 
 from lightning_ft.checkpoint.format import Buffer, crc_of, hash_of
-from lightning_ft.checkpoint.records import CHUNK_BYTES, NO_REFERENCE, Frame
+from lightning_ft.checkpoint.records import CHUNK_BYTES, NO_REFERENCE, REPLAYED, Frame
 from lightning_ft.checkpoint.tensors import Bytes, element_bytes
 from lightning_ft.errors import CheckpointDamagedError, UnsupportedCheckpointError
 
 RAW = "raw"
 BLOSC2 = "blosc2"
 XOR_BLOSC2 = "xor-blosc2"
+ADD_BLOSC2 = "add-blosc2"
 UNCHANGED = "unchanged"
 
-REFERRING = frozenset({XOR_BLOSC2, UNCHANGED})
+REFERRING = frozenset({XOR_BLOSC2, ADD_BLOSC2, UNCHANGED, REPLAYED})
 """These need the parent's chunk."""
 
-_CODECS = REFERRING | {RAW, BLOSC2}
+_CODECS = (REFERRING - {REPLAYED}) | {RAW, BLOSC2}
 
 BLOSC2_LEAST_BYTES = 64
 """Half of that is a Blosc2 chunk's own header."""
@@ -61,9 +64,14 @@ def _options(typesize: int) -> dict[str, Any]:
 
 
 class Encoder:
-    """Chooses for each chunk the smallest way to store it. One thread at a time."""
+    """Chooses for each chunk the smallest way to store it. One thread at a time.
 
-    def __init__(self) -> None:
+    Args:
+        adds: Whether changes of float32 numbers may have been rounded, so that `add-blosc2` is tried.
+    """
+
+    def __init__(self, *, adds: bool = False) -> None:
+        self._adds = adds
         self._scratch = np.empty(CHUNK_BYTES, np.uint8)
         self._choices: dict[int, tuple[str, int]] = {}  # stream -> codec, number of chunks for which it was chosen
 
@@ -91,6 +99,9 @@ class Encoder:
         sources = {BLOSC2: data}
         if reference is not None:
             sources[XOR_BLOSC2] = np.bitwise_xor(data, reference, out=self._scratch[: data.size])
+            change = _change(data, reference) if self._adds and dtype == "float32" else None
+            if change is not None:
+                sources[ADD_BLOSC2] = change
         codec = self._choose(stream, sources, options)
         if codec != RAW:
             stored: bytes = blosc2.compress2(sources[codec], **options)
@@ -108,6 +119,15 @@ class Encoder:
             num_chunks = 0
         self._choices[stream] = codec, num_chunks + 1
         return codec
+
+
+def _change(data: Bytes, reference: Bytes) -> Bytes | None:
+    """Return the float32 numbers between two chunks; None: added to the reference they don't give the data."""
+    numbers = reference.view(np.float32)
+    with np.errstate(all="ignore"):
+        change = data.view(np.float32) - numbers
+        is_exact = np.array_equal((numbers + change).view(np.uint8), data)
+    return change.view(np.uint8) if is_exact else None
 
 
 def _estimate(data: Bytes, options: dict[str, Any]) -> float:
@@ -152,16 +172,27 @@ def decode(frame: Frame, stored: Buffer, out: Bytes, held: bytes, piece: str) ->
         out[:] = np.frombuffer(stored, np.uint8)
     elif frame.codec == BLOSC2:
         _decompress(frame, stored, out, piece)
-    elif frame.codec == XOR_BLOSC2:
-        difference = np.empty(frame.num_bytes, np.uint8)
-        _decompress(frame, stored, difference, piece)
-        np.bitwise_xor(out, difference, out=out)
+    elif frame.codec in (XOR_BLOSC2, ADD_BLOSC2):
+        _apply_change(frame, stored, out, piece)
     elif frame.stored_bytes:
         raise CheckpointDamagedError(f"{_named(frame)} is unchanged, but has bytes", piece)
     if frame.codec != UNCHANGED and hash_of(out.data) != frame.decoded_hash:
         raise CheckpointDamagedError(f"{_named(frame)} does not match its xxh3-128", piece)
     if frame.codec == UNCHANGED and held != frame.decoded_hash:
         raise CheckpointDamagedError(f"{_named(frame)} is unchanged, but has another hash", piece)
+
+
+def _apply_change(frame: Frame, stored: Buffer, out: Bytes, piece: str) -> None:
+    change = np.empty(frame.num_bytes, np.uint8)
+    _decompress(frame, stored, change, piece)
+    if frame.codec == XOR_BLOSC2:
+        np.bitwise_xor(out, change, out=out)
+    elif frame.dtype != "float32" or frame.num_bytes % 4:
+        raise CheckpointDamagedError(f"{_named(frame)} is added to, but has no float32 numbers", piece)
+    else:
+        numbers = out.view(np.float32)
+        with np.errstate(all="ignore"):
+            numbers += change.view(np.float32)
 
 
 def check_stored(frame: Frame, stored: Buffer, piece: str) -> None:

@@ -175,13 +175,14 @@ def dump_document(document: Footer | Manifest) -> bytes:
     Raises:
         ValueError: A frame's name or number does not fit.
     """
-    fields = dump_json(
-        {
-            field.name: _DUMPERS.get(field.name, _same)(getattr(document, field.name))
-            for field in dataclasses.fields(document)
-            if field.name != "frames"
-        }
-    )
+    values = {
+        field.name: _DUMPERS.get(field.name, _same)(getattr(document, field.name))
+        for field in dataclasses.fields(document)
+        if field.name != "frames"
+    }
+    if isinstance(document, Footer) and not document.extra:
+        del values["extra"]
+    fields = dump_json(values)
     body = b"".join(
         [
             _DOCUMENT.pack(document.magic, VERSION, len(fields), len(document.frames)),
@@ -276,7 +277,10 @@ def _load_document(
         raise CheckpointDamagedError(f"its {len(data)} bytes are not those of its head", piece)
     end = _DOCUMENT.size + json_bytes
     try:
-        fields = read_fields("document", parse_json(data[_DOCUMENT.size : end]), readers)
+        values = parse_json(data[_DOCUMENT.size : end])
+        if magic == Footer.magic and isinstance(values, dict):
+            values.setdefault("extra", {})
+        fields = read_fields("document", values, readers)
     except ValueError as error:
         raise CheckpointDamagedError(str(error), piece) from None
     index = memoryview(data)[end:-HASH_BYTES]
@@ -419,6 +423,7 @@ _DUMPERS: Mapping[str, Callable[[Any], object]] = {
 _READERS: Mapping[str, Callable[[object], Any]] = {
     "key": _read_key,
     "attempt": read_natural,
+    "extra": _read_object,
     "mode": read_name,
     "parent": _read_ref,
     "num_ranks": read_natural,
@@ -435,5 +440,4 @@ _MANIFEST_READERS = {
     "depth": read_natural,
     "state_hash": _read_hash,
     "versions": _read_texts,
-    "extra": _read_object,
 }

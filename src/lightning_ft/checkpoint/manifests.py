@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from lightning_ft.checkpoint.format import document_hash, load_manifest, state_hash
+from lightning_ft.checkpoint.log import Log, check_gradients, load_log
 from lightning_ft.checkpoint.records import (
     CHUNK_BYTES,
-    LOSSLESS,
+    CONTRACTS,
     MANIFESTS,
     NO_REFERENCE,
+    REPLAYED,
     Key,
     Manifest,
     Pack,
@@ -72,22 +74,34 @@ def read_manifest(store: Store, key: Key) -> tuple[Manifest, bytes]:
     manifest = load_manifest(data, piece)
     if manifest.key != key:
         raise CheckpointDamagedError(f"it is the manifest of {manifest.key}", piece)
-    if manifest.mode != LOSSLESS:
+    if manifest.mode not in CONTRACTS:
         raise UnsupportedCheckpointError(f"{piece} is of the mode {manifest.mode!r}, which this program does not know")
     return manifest, document_hash(data)
 
 
-def read_chain(store: Store, key: Key) -> tuple[Manifest, ...]:
+def read_chain(store: Store, key: Key, known: dict[Key, tuple[Manifest, bytes]] | None = None) -> tuple[Manifest, ...]:
     """Return a checkpoint's manifest and those of its parents, base first.
+
+    Args:
+        store: Where.
+        key: Of the checkpoint.
+        known: Those that were read before, as `read_manifest` returned them; it is added to.
 
     Raises:
         CheckpointDamagedError: One of them is missing, damaged, or not the one that is referred to.
         UnsupportedCheckpointError: One is of a newer version, or of a mode that is not known.
         StoreError: The storage failed.
     """
-    chain = [read_manifest(store, key)[0]]
+    known = {} if known is None else known
+
+    def read(key: Key) -> tuple[Manifest, bytes]:
+        if key not in known:
+            known[key] = read_manifest(store, key)
+        return known[key]
+
+    chain = [read(key)[0]]
     while (parent := chain[-1].parent) is not None:
-        manifest, found = read_manifest(store, parent.key)
+        manifest, found = read(parent.key)
         child = chain[-1]
         if found != parent.hash or manifest.depth != child.depth - 1 or manifest.base != child.base:
             raise CheckpointDamagedError(f"it is not the parent of {child.key}", manifest_path(parent.key))
@@ -110,7 +124,7 @@ def check_coverage(chain: Sequence[Manifest]) -> list[set[Place]]:
     for manifest in chain:
         _check_tiles(manifest)
     last = chain[-1]
-    needed = [{frame.place for frame in last.frames}]
+    needed = [{frame.place for frame in last.frames if not frame.slot}]
     for child, parent in zip(reversed(chain), reversed(chain[:-1]), strict=False):
         there = {frame.place: frame for frame in parent.frames}
         referred = {}
@@ -129,18 +143,40 @@ def check_coverage(chain: Sequence[Manifest]) -> list[set[Place]]:
                 referred[frame.place] = reference
         needed.append(set(referred))
     needed.reverse()
+    for manifest, places in zip(chain, needed, strict=True):
+        if any(frame.codec == REPLAYED and frame.place in places for frame in manifest.frames):
+            places.update(frame.place for frame in manifest.frames if frame.slot)
     return needed
+
+
+def read_log(manifest: Manifest) -> Log | None:
+    """Return the optimizer steps between a checkpoint and its parent; None: it has no such log.
+
+    Raises:
+        CheckpointDamagedError: What it has is none.
+    """
+    try:
+        return load_log(manifest)
+    except ValueError as error:
+        raise CheckpointDamagedError(str(error), manifest_path(manifest.key)) from None
 
 
 def _check_tiles(manifest: Manifest) -> None:
     """Make sure that each chunk of each stream is there once, with the hash of the whole as stated."""
     piece = manifest_path(manifest.key)
+    log = read_log(manifest)
+    replayed = log.replayed() if log else set()
+    frames = [frame for frame in manifest.frames if not frame.slot]
+    try:
+        check_gradients(log, manifest.streams, [frame for frame in manifest.frames if frame.slot])
+    except ValueError as error:
+        raise CheckpointDamagedError(str(error), piece) from None
     hashes = {}
-    for frame in manifest.frames:
+    for frame in frames:
         stream = manifest.streams[frame.stream] if frame.stream < len(manifest.streams) else None
         if (
             stream is None
-            or frame.slot
+            or (frame.codec == REPLAYED) != (frame.stream in replayed)
             or frame.start % CHUNK_BYTES
             or frame.start >= stream.num_bytes
             or frame.num_bytes != min(CHUNK_BYTES, stream.num_bytes - frame.start)
@@ -149,10 +185,8 @@ def _check_tiles(manifest: Manifest) -> None:
             raise CheckpointDamagedError(f"{frame} is of no stream", piece)
         hashes[frame.stream, frame.start] = frame.decoded_hash
     num_chunks = sum(-(-stream.num_bytes // CHUNK_BYTES) for stream in manifest.streams)
-    if not len(hashes) == len(manifest.frames) == num_chunks:
-        raise CheckpointDamagedError(
-            f"it has {len(manifest.frames)} chunks instead of {num_chunks} different ones", piece
-        )
+    if not len(hashes) == len(frames) == num_chunks:
+        raise CheckpointDamagedError(f"it has {len(frames)} chunks instead of {num_chunks} different ones", piece)
     if state_hash(manifest.streams, hashes) != manifest.state_hash:
         raise CheckpointDamagedError("its chunks do not match the hash of the whole state", piece)
 

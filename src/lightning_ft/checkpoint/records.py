@@ -22,7 +22,15 @@ MAX_DEPTH = 64
 """How far a checkpoint may be from its base: a chain that claims more is a loop or a mistake."""
 
 LOSSLESS = "lossless"
+GRADLOG = "gradlog"
+SNAP = "snap"
+BOUNDED = "bounded"
 BITWISE = "bitwise"
+CONTRACTS = {LOSSLESS: BITWISE, GRADLOG: BITWISE, SNAP: BITWISE, BOUNDED: "bounded"}
+"""By mode, what a reader may rely on."""
+
+REPLAYED = "replayed"
+"""The codec of chunks of which nothing is stored: the optimizer makes them of the parent's; see `log`."""
 
 MAX_INT = 2**63 - 1
 PACK_HEADER_BYTES = 8
@@ -183,6 +191,7 @@ class Footer:
         mode: By which rules the frames were made.
         parent: What their references are in; None: they have none.
         tensors_hash: Hash of the description of all streams that are tensors or arrays: all ranks must have the same.
+        extra: For modes to fill.
         streams: All streams, from rank 0; empty from others.
         packs: Of this rank.
         frames: Of all these packs, in order.
@@ -198,6 +207,7 @@ class Footer:
     streams: tuple[Stream, ...]
     packs: tuple[Pack, ...]
     frames: tuple[Frame, ...]
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     magic: ClassVar[bytes] = b"LFTFOOTR"
 
 

@@ -93,13 +93,18 @@ class _Review:
         self.damaged: set[Key] = set()
         self._store = store
         self._verified = verified
-        for key in self.keys:
+        known: dict[Key, tuple[Manifest, bytes]] = {}
+        for key in reversed(self.keys):  # parents first, so that of each only its own link is left to check
             try:
-                self.chains[key] = read_chain(store, key)
-                check_coverage(self.chains[key])
+                chain = read_chain(store, key, known)
+                check_coverage(chain[-2:])
             except CheckpointDamagedError as error:
-                self.chains.pop(key, None)
                 self._condemn(key, error)
+                continue
+            if len(chain) == 1 or chain[-2].key in self.chains:
+                self.chains[key] = chain
+            else:
+                self._condemn(key, CheckpointDamagedError("its parent is damaged", manifest_path(key)))
 
     def choose(self, keep_last: int) -> set[Key]:
         """Return what must stay."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_ft.checkpoint.records import Manifest
+from lightning_ft.checkpoint.share import Logged
 from lightning_ft.checkpoint.snapshots import Share, Snapshots
 from lightning_ft.checkpoint.tree import FlatState
 from lightning_ft.checkpoint.writer import Plan, Writer
@@ -48,7 +49,7 @@ class Saver:
 
     Attributes:
         last: The last checkpoint that this rank has committed.
-        share: This rank's share of the state that was saved last; None: there is none yet.
+        share: This rank's share of the state that was saved last; None: there is none, or only a log of gradients.
 
     Threads: all methods are for one thread; what they start runs in another, until `wait` says that it has ended.
     """
@@ -86,12 +87,12 @@ class Saver:
         error, self._error = self._error, None
         return error
 
-    def start(self, plan: Plan, state: Mapping[Any, Any], due_s: float) -> None:
+    def start(self, plan: Plan, state: Mapping[Any, Any] | Logged, due_s: float) -> None:
         """Copy this rank's share of the state, and write it in the background; errors are for `take_error`.
 
         Args:
             plan: Rank 0's.
-            state: May change once this has returned.
+            state: May change once this has returned; or what `GradientLog.logged` made of it.
             due_s: When training stopped for it, by the monotonic clock.
         """
         assert not self.is_busy, "one at a time"
@@ -99,14 +100,19 @@ class Saver:
         self._is_abandoned.clear()
         self._error = None
         self.share = None
-        try:
-            self.share = self._snapshots.take(state)
-        except ValueError as error:  # as any other: the other ranks have to learn of it
-            self._error = error
-            return
+        flat: FlatState | Logged
+        if isinstance(state, Logged):
+            flat = state
+        else:
+            try:
+                self.share = self._snapshots.take(state)
+            except ValueError as error:  # as any other: the other ranks have to learn of it
+                self._error = error
+                return
+            flat = self.share.flat
         self._thread = threading.Thread(
             target=self._run,
-            args=(plan, self.share.flat, due_s, time.monotonic() - due_s),
+            args=(plan, flat, due_s, time.monotonic() - due_s),
             name="lightning_ft checkpoint",
             daemon=True,
         )
@@ -133,7 +139,7 @@ class Saver:
 
     # -- in the background --------------------------------------------------------------------------------------------
 
-    def _run(self, plan: Plan, flat: FlatState, due_s: float, blocked_s: float) -> None:
+    def _run(self, plan: Plan, flat: FlatState | Logged, due_s: float, blocked_s: float) -> None:
         try:
             reach("save.enter")
             self.writer.write(plan, flat)

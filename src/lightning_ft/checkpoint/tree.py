@@ -86,6 +86,11 @@ class FlatState:
         value = self._values[index] if index < len(self._values) else None
         return value if isinstance(value, torch.Tensor) else None
 
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the stream that holds this tensor's bytes; None: it is not in the state, or has none."""
+        memory = memory_of(tensor)
+        return None if memory is None else self._known.get(memory)
+
     def hold(self, index: int, start: int, data: Bytes) -> None:
         """Have `data` answer for a part of a stream from now on, whatever becomes of the rest of it."""
         self._held[index] = data, start

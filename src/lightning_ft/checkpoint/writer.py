@@ -2,7 +2,8 @@
 
 A rank's share is cut from the tensors' bytes, chunk by chunk; what is no tensor is rank 0's. Of the last base each rank
 keeps its share in memory, since the next checkpoints are stored as the difference to it (the chain is a star): a
-restore reads two checkpoints, and damage to one that is no base harms no other.
+restore reads two checkpoints, and damage to one that is no base harms no other. In the modes `snap` and `gradlog` each
+checkpoint is stored as the difference to the one before (the chain is a line).
 
 Memory beyond the caller's state: that share (state / ranks), a few chunks, and the index, 112 bytes per chunk.
 """
@@ -14,13 +15,14 @@ import dataclasses
 import functools
 import logging
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import blosc2
 import torch
 
+from lightning_ft.checkpoint.bounded import DEFAULT_ERROR, Rounding
 from lightning_ft.checkpoint.claims import Claim, claim_generation
 from lightning_ft.checkpoint.format import (
     document_hash,
@@ -31,12 +33,16 @@ from lightning_ft.checkpoint.format import (
 )
 from lightning_ft.checkpoint.manifests import check_coverage, opened, published_keys
 from lightning_ft.checkpoint.records import (
-    BITWISE,
+    BOUNDED,
+    CONTRACTS,
     FRAME_BYTES,
+    GRADLOG,
     LATEST,
     LOSSLESS,
+    MAX_DEPTH,
     NO_REFERENCE,
     PACK_HEADER_BYTES,
+    SNAP,
     Footer,
     Frame,
     Key,
@@ -48,7 +54,7 @@ from lightning_ft.checkpoint.records import (
     pack_path,
 )
 from lightning_ft.checkpoint.retention import retain
-from lightning_ft.checkpoint.share import Chunks, PackWriter, compared, copied
+from lightning_ft.checkpoint.share import Chunks, Logged, PackWriter, compared, copied, viewed
 from lightning_ft.checkpoint.store import Store
 from lightning_ft.checkpoint.tree import FlatState
 from lightning_ft.errors import AlreadyThereError, CheckpointError, StoreError
@@ -60,6 +66,9 @@ REBASE_SHARE = 0.97
 
 SAVES_PER_BASE = 32
 """Of how many saves one is a base if nobody says. It costs each 3 % of a full checkpoint; no damage reaches further."""
+
+LINEAR = frozenset({GRADLOG, SNAP})
+"""In these modes a checkpoint depends on the one before, in the others on its base alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,9 +98,13 @@ class _Reference:
 
 @dataclasses.dataclass(slots=True)
 class _Base:
-    """The last base that was committed, and what has followed."""
+    """The last base that was committed, and what has followed.
+
+    `parent` and `ref` are of what the next difference is taken to: the base itself, or in a line the last checkpoint.
+    """
 
     manifest: Manifest
+    parent: Manifest
     ref: Ref
     num_saves: int = 1
     is_used_up: bool = False
@@ -108,8 +121,12 @@ class Writer:
         store: Where, or its URL.
         rank: Of this process.
         num_ranks: How many share the work.
+        mode: "lossless" or "bounded"; "snap" and "gradlog" need to know the optimizer, by `Snap` and `GradientLog`.
         base_every: Every so many saves one does not depend on others, >= 1; None: as is reasonable.
         keep_last: How many checkpoints to keep, >= 1, besides what they depend on and two bases; None: all.
+        error: Of the mode "bounded": by how much of itself a float32 or float64 number of a tensor may be changed. A
+            tensor of one number, and all that is no tensor, is exact.
+        lossy: Of the mode "bounded": in which entries of the state (at its top) tensors may be changed; None: in all.
         storage_options: For a URL; see `open_store`.
 
     Threads: one at a time. The state must not change during `write`; it may when that has returned.
@@ -121,18 +138,27 @@ class Writer:
         *,
         rank: int = 0,
         num_ranks: int = 1,
+        mode: str = LOSSLESS,
         base_every: int | None = None,
         keep_last: int | None = None,
+        error: float = DEFAULT_ERROR,
+        lossy: Collection[str] | None = None,
         **storage_options: Any,
     ) -> None:
+        if mode not in CONTRACTS:
+            raise ValueError(f"mode must be one of {', '.join(map(repr, CONTRACTS))}, got {mode!r}")
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank must be from 0 to num_ranks - 1, got rank={rank!r}, num_ranks={num_ranks!r}")
         for name, value in (("base_every", base_every), ("keep_last", keep_last)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value!r}")
+        if mode in LINEAR and base_every is not None and base_every > MAX_DEPTH + 1:
+            raise ValueError(f"base_every must be at most {MAX_DEPTH + 1} in the mode {mode!r}, got {base_every!r}")
         self.store = opened(store, **storage_options)
         self.rank = rank
         self.num_ranks = num_ranks
+        self.mode = mode
+        self._rounding = Rounding(error, lossy) if mode == BOUNDED else None
         self.keep_last = keep_last
         self._saves_per_base = base_every or SAVES_PER_BASE
         self._claim: Claim | None = None
@@ -163,8 +189,17 @@ class Writer:
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
-    def plan(self, step: int) -> Plan:
+    @property
+    def last_step(self) -> int | None:
+        """The step of the checkpoint that the next one may be a difference to, as rank 0 knows it."""
+        return None if self._base is None else self._base.ref.key.step
+
+    def plan(self, step: int, *, is_base: bool = False) -> Plan:
         """Decide what the next checkpoint is; rank 0 only. The first call claims a generation, which fences others.
+
+        Args:
+            step: Number of optimizer steps done.
+            is_base: Whether it must not depend on others.
 
         Raises:
             ValueError: The step is not above that of the last checkpoint.
@@ -178,13 +213,18 @@ class Writer:
             raise ValueError(f"step must be above {self._committed.step}, of which there is a checkpoint, got {step}")
         attempt = self._last.attempt + 1 if self._last and self._last.key == key else 0
         base = self._base
-        if base and (base.is_used_up or base.num_saves >= self._saves_per_base or not self._remembers(base.ref.key)):
+        if base and (
+            is_base
+            or base.is_used_up
+            or base.num_saves >= self._saves_per_base
+            or not (self.mode == GRADLOG or self._remembers(base.ref.key))
+        ):
             base = None
         self._last = Plan(
             key,
             attempt,
             base.ref if base else None,
-            tensors_hash(base.manifest.streams) if base else NO_REFERENCE,
+            tensors_hash(base.parent.streams) if base else NO_REFERENCE,
         )
         return self._last
 
@@ -199,29 +239,41 @@ class Writer:
 
     # -- one rank's share ---------------------------------------------------------------------------------------------
 
-    def write(self, plan: Plan, state: Mapping[Any, Any] | FlatState) -> Footer:
+    def write(self, plan: Plan, state: Mapping[Any, Any] | FlatState | Logged) -> Footer:
         """Write this rank's share of a state: its packs, then its footer. It is no checkpoint before `commit`.
 
         Args:
             plan: Rank 0's.
-            state: The same on all ranks; or what `Snapshots.take` made of it.
+            state: The same on all ranks; or what `Snapshots.take` or `GradientLog.logged` made of it.
 
         Raises:
             ValueError: The state can't be stored.
             StoreError: The storage failed; make a new plan.
         """
-        flat = state if isinstance(state, FlatState) else FlatState(state)
+        flat = state if isinstance(state, FlatState | Logged) else FlatState(state)
         tensors = tensors_hash(flat.streams)
         parent = plan.parent if tensors == plan.parent_tensors else None
         frames: list[Frame] = []
         packs: list[Pack] = []
-        if parent is None:
-            kept, self._reference = self._reference, None  # not whole until all is written
-            chunks = copied(flat, self.rank, self.num_ranks, kept.chunks if kept else {})
+        copies: Chunks | None = None
+        if isinstance(flat, Logged):
+            if parent is None:
+                raise ValueError("expected a whole state for a checkpoint without a parent, got a log of gradients")
+            encoded = PackWriter(iter(flat.works), None, known=flat.known)
+        elif self.mode == GRADLOG:
+            parent = None
+            encoded = PackWriter(viewed(flat, self.rank, self.num_ranks), None)
         else:
-            chunks = compared(flat, self.rank, self.num_ranks, self._chunks_of(parent.key))
-        copies: Chunks = {}
-        encoded = PackWriter(flat.streams, chunks, copies if parent is None else None)
+            known = {} if parent is None else self._chunks_of(parent.key)
+            if parent is None or self.mode in LINEAR:
+                copies = {}
+                kept, self._reference = self._reference, None  # not whole until all is written
+            works = (
+                copied(flat, self.rank, self.num_ranks, kept.chunks if kept else {}, self._rounding)
+                if parent is None
+                else compared(flat, self.rank, self.num_ranks, known, self._rounding)
+            )
+            encoded = PackWriter(works, copies, adds=self.mode == SNAP)
         while encoded.has_more():
             path = pack_path(plan.key, plan.attempt, self.rank, len(packs))
             first = len(frames)
@@ -233,17 +285,26 @@ class Writer:
             attempt=plan.attempt,
             rank=self.rank,
             num_ranks=self.num_ranks,
-            mode=LOSSLESS,
+            mode=self.mode,
             parent=parent,
             tensors_hash=tensors,
             streams=flat.streams if self.rank == 0 else (),
             packs=tuple(packs),
             frames=tuple(frames),
+            extra=self._extra(flat),
         )
         self.store.create(footer_path(plan.key, plan.attempt, self.rank), [dump_document(footer)])
-        if parent is None:
+        if copies is not None:
             self._reference = _Reference(plan.key, copies)
         return footer
+
+    def _extra(self, flat: FlatState | Logged) -> Mapping[str, Any]:
+        if isinstance(flat, Logged):
+            return flat.extra if self.rank == 0 else {}
+        if self._rounding is None:
+            return {}
+        measured, self._rounding.measured = self._rounding.measured, 0.0
+        return {"error": {"bound": self._rounding.bound, "measured": measured}}
 
     def _chunks_of(self, key: Key) -> Chunks:
         """Return what this rank has of a base: nothing, if it came later; then its share is stored by itself."""
@@ -289,6 +350,8 @@ class Writer:
             CheckpointError, StaleWriterError, StoreError: As `commit`.
         """
         manifest = self.commit(plan)
+        if self.mode in LINEAR and manifest.parent is not None:
+            return manifest  # all that it depends on stays: nothing goes before the next base
         try:
             self.retain()
         except CheckpointError as error:  # if another run has taken over, the next commit raises it
@@ -334,34 +397,39 @@ class Writer:
                 )
         frames = tuple(frame for footer in footers for frame in footer.frames)
         is_base = all(frame.reference == NO_REFERENCE for frame in frames)
-        parent = None if is_base else first.parent
+        parent = None if is_base or self._base is None else first.parent
         manifest = Manifest(
             key=plan.key,
             attempt=plan.attempt,
             mode=first.mode,
-            contract=BITWISE,
+            contract=CONTRACTS[first.mode],
             parent=parent,
-            base=plan.key if parent is None else parent.key,
-            depth=0 if parent is None else 1,
+            base=plan.key if parent is None or self._base is None else self._base.parent.base,
+            depth=0 if parent is None or self._base is None else self._base.parent.depth + 1,
             num_ranks=self.num_ranks,
-            state_hash=state_hash(first.streams, {(frame.stream, frame.start): frame.decoded_hash for frame in frames}),
+            state_hash=state_hash(
+                first.streams, {(frame.stream, frame.start): frame.decoded_hash for frame in frames if not frame.slot}
+            ),
             versions=_versions(),
-            extra={},
+            extra=_merged(footers),
             streams=first.streams,
             packs=tuple(pack for footer in footers for pack in footer.packs),
             frames=frames,
         )
-        parents = [self._base.manifest] if parent is not None and self._base is not None else []
+        parents = [self._base.parent] if parent is not None and self._base is not None else []
         check_coverage([*parents, manifest])
         return manifest
 
     def _record(self, manifest: Manifest, data: bytes) -> None:
         self._committed = manifest.key
-        if self._remembers(manifest.key):
-            self._base = _Base(manifest, Ref(manifest.key, document_hash(data)))
+        ref = Ref(manifest.key, document_hash(data))
+        if manifest.parent is None if self.mode in LINEAR else self._remembers(manifest.key):
+            self._base = _Base(manifest, manifest, ref)
         elif self._base is not None:
             self._base.num_saves += 1
             self._base.is_used_up = _stored(manifest) > REBASE_SHARE * _stored(self._base.manifest)
+            if self.mode in LINEAR:
+                self._base.parent, self._base.ref = manifest, ref
         try:
             self.store.replace(LATEST, f"{manifest.key}\n".encode("ascii"))
         except StoreError as error:
@@ -379,8 +447,17 @@ class Writer:
         if self.keep_last is None or self._claim is None:
             return
         report = retain(self.store, self._claim, keep_last=self.keep_last, verified=self._verified)
-        if self._base is not None and self._base.ref.key in report.damaged:
+        if self._base is not None and {self._base.manifest.key, self._base.ref.key} & report.damaged:
             self._base.is_used_up = True
+
+
+def _merged(footers: Sequence[Footer]) -> Mapping[str, Any]:
+    """Return what modes have to say of a checkpoint: rank 0's word, and the largest error of all."""
+    extra = dict(footers[0].extra)
+    if "error" in extra:
+        measured = max(footer.extra["error"]["measured"] for footer in footers)
+        extra["error"] = {**extra["error"], "measured": measured}
+    return extra
 
 
 def _stored(manifest: Manifest) -> int:

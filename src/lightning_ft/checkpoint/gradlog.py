@@ -1,0 +1,306 @@
+"""Takes down what an optimizer does: the gradients of each step as it finds them, instead of what it makes of them.
+
+Between two checkpoints `stepping` is called before each step, when nothing changes the gradients any more, and
+`stepped` after it. What an optimizer makes of gradients depends on nothing else, so a reader can take the steps again
+(`replay`). That nobody else has changed what the optimizer owns is made sure of by hashes, after each step, before the
+next, and when a checkpoint is made: if somebody has, the next checkpoint is a base, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_ft.checkpoint.codec import UNCHANGED
+from lightning_ft.checkpoint.format import crc_of, hash_of, tensors_hash
+from lightning_ft.checkpoint.log import ITEM_BYTES, Clip, Log, Step, Trained, dump_log
+from lightning_ft.checkpoint.records import NO_REFERENCE, REPLAYED, Frame
+from lightning_ft.checkpoint.replay import OPTIMIZERS
+from lightning_ft.checkpoint.share import Logged, Work, cut, share_of
+from lightning_ft.checkpoint.tensors import (
+    Bytes,
+    bytes_of_tensor,
+    flat_bytes,
+    is_dense,
+    is_plain_tensor,
+    memory_of,
+)
+from lightning_ft.checkpoint.tree import FlatState
+
+MAX_PENDING = 8
+"""So many steps are held in memory at most, when the storage is slow."""
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Make sure that an optimizer's steps can be taken again.
+
+    Raises:
+        ValueError: They can't; the message says why.
+    """
+    name = type(optimizer).__name__
+    if type(optimizer) is not OPTIMIZERS.get(name):
+        known = ", ".join(OPTIMIZERS)
+        raise ValueError(
+            f"a log of gradients can't be kept for {type(optimizer).__module__}.{name}: it knows torch.optim's {known}"
+        )
+    for option in ("fused", "differentiable"):
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise ValueError(f"a log of gradients can't be kept for {name} with {option}=True: it rounds differently")
+
+
+class GradientLog:
+    """Keeps a log of one optimizer's steps, of which each rank has its share of the gradients.
+
+    Args:
+        optimizer: One that `check_optimizer` lets pass.
+        rank: Of this process.
+        num_ranks: How many share the log; all have the same state and the same gradients.
+
+    Attributes:
+        broken: Why the next checkpoint must be a base; None: nothing is known against a log.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rank: int, num_ranks: int) -> None:
+        check_optimizer(optimizer)
+        self.broken: str | None = "there is no checkpoint yet"
+        self._optimizer = optimizer
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._pending: list[tuple[Step, list[Work]]] = []
+        self._tensors = b""  # hash of the tensors' descriptions
+        self._groups: tuple[tuple[Trained, ...], ...] = ()
+        self._streams: list[int] = []  # of each parameter
+        self._watched: dict[int, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
+        self._hashes: dict[tuple[int, int], bytes] = {}  # of what is watched, after the last step
+        self._known: dict[tuple[int, int], bytes] = {}  # of this rank's chunks of the last checkpoint
+
+    @property
+    def num_pending(self) -> int:
+        """How many steps are held since the last checkpoint."""
+        return len(self._pending)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def stepping(self) -> None:
+        """Take down the gradients that the optimizer is going to use, or that are going to be clipped by their norm."""
+        if self.broken is not None:
+            return
+        if self._hash_watched() != self._hashes:
+            self._break("parameters or their averages were changed between two optimizer steps")
+            return
+        if len(self._pending) >= MAX_PENDING:
+            self._break(f"more than {MAX_PENDING} steps would have to be held in memory")
+            return
+        try:
+            options = tuple(map(_options, self._optimizer.param_groups))
+            gradients = list(self._gradients())
+        except ValueError as error:
+            self._break(str(error))
+            return
+        described = tuple((self._streams[number], dtype) for number, dtype, _ in gradients)
+        step = Step(options, clip=None, is_skipped=True, gradients=described)
+        sizes = [(at, data.numel()) for at, (_, _, data) in enumerate(gradients)]
+        works = []
+        for at, start, end in cut(sizes, self._rank, self._num_ranks):
+            number, dtype, data = gradients[at]
+            chunk: Bytes = np.array(data[start:end].cpu().numpy())
+            slot = len(self._pending) + 1
+            works.append(Work(self._streams[number], start, chunk, slot=slot, dtype=dtype, is_own=True))
+        self._pending.append((step, works))
+
+    def clipped(self, total_norm: torch.Tensor, max_norm: float) -> bool:
+        """Say how the gradients of the last `stepping` were clipped since.
+
+        Returns:
+            Whether that can be repeated; else that `stepping` does not count.
+        """
+        if self.broken is not None:
+            return True
+        step, works = self._pending.pop()
+        norm, dtypes = float(total_norm), {dtype for _, dtype in step.gradients}
+        if not np.isfinite(norm) or total_norm.dtype is not torch.float32 or dtypes != {"float32"}:
+            return False
+        self._pending.append((dataclasses.replace(step, clip=Clip(float(max_norm), norm)), works))
+        return True
+
+    def stepped(self) -> None:
+        """Note that the optimizer has taken its step: with gradients that are not finite a scaler leaves it out."""
+        if self.broken is not None:
+            return
+        if not self._pending or not self._pending[-1][0].is_skipped:
+            self._break("the optimizer took a step that Lightning did not ask for")
+            return
+        step, works = self._pending[-1]
+        self._pending[-1] = dataclasses.replace(step, is_skipped=False), works
+        self._hashes = self._hash_watched()
+
+    def _break(self, reason: str) -> None:
+        self.broken = reason
+        self._pending.clear()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _gradients(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """Yield the number of each parameter that has a gradient, its dtype and its bytes."""
+        for number, parameter in enumerate(self._parameters()):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            dtype = str(gradient.dtype).removeprefix("torch.")
+            if not is_plain_tensor(gradient) or dtype not in ITEM_BYTES:
+                raise ValueError(f"a gradient is {gradient.layout} of {gradient.dtype}")
+            if gradient.stride() != parameter.stride() or not is_dense(gradient.shape, gradient.stride()):
+                is_kept = is_dense(parameter.shape, parameter.stride())
+                like = torch.empty_like(parameter if is_kept else parameter.contiguous(), dtype=gradient.dtype)
+                gradient = like.copy_(gradient)
+            yield number, dtype, flat_bytes(gradient)
+
+    def _hash_watched(self) -> dict[tuple[int, int], bytes]:
+        found = {}
+        for index, (tensor, spans) in self._watched.items():
+            data = bytes_of_tensor(tensor)
+            for start, end in spans:
+                found[index, start] = hash_of(data[start:end].data)
+        return found
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def check(self, flat: FlatState, num_steps: int) -> str | None:
+        """Return why a state is not what the optimizer has made of the last checkpoint's; None: it is.
+
+        Args:
+            flat: The state.
+            num_steps: How many steps the optimizer has taken since.
+        """
+        if self.broken is None and num_steps != len(self._pending):
+            self._break(f"of {num_steps} steps since the last checkpoint {len(self._pending)} are known")
+        if self.broken is None and tensors_hash(flat.streams) != self._tensors:
+            self._break("the tensors are others than in the last checkpoint")
+        if self.broken is None and not self._is_told_by(flat):
+            self._break("the optimizer has other parameters than at the last checkpoint")
+        if self.broken is None and self._hash_watched() != self._hashes:
+            self._break("parameters or their averages were changed after the optimizer's step")
+        return self.broken
+
+    def _is_told_by(self, flat: FlatState) -> bool:
+        """Whether a state's tensors are those that are watched, and the optimizer's."""
+        try:
+            if self._describe(flat) != self._groups:
+                return False
+        except ValueError:
+            return False
+        tensors = ((flat.tensor(index), tensor) for index, (tensor, _) in self._watched.items())
+        return all(found is not None and memory_of(found) == memory_of(tensor) for found, tensor in tensors)
+
+    def rebase(self, flat: FlatState) -> None:
+        """Begin anew, with a checkpoint that holds all of a state; before `flat` lets go of it."""
+        self._pending.clear()
+        self._watched.clear()
+        try:
+            self._groups = self._describe(flat)
+        except ValueError as error:
+            self.broken = str(error)
+            return
+        self._streams = [item.stream for group in self._groups for item in group]
+        replayed = Log("", "", "", self._groups, ()).replayed()
+        for index, start, end in share_of(flat.streams, self._rank, self._num_ranks):
+            tensor = flat.tensor(index)
+            if index in replayed and tensor is not None:
+                self._watched.setdefault(index, (tensor, []))[1].append((start, end))
+        self._tensors = tensors_hash(flat.streams)
+        chunks = _chunks(flat, self._rank, self._num_ranks)
+        self._known = {place: hash_of(data.data) for place, data in chunks}
+        self._hashes = {place: found for place, found in self._known.items() if place[0] in self._watched}
+        self.broken = None
+
+    def logged(self, flat: FlatState) -> Logged:
+        """Return the share of a checkpoint that `check` lets be told by its log, and begin the next log."""
+        assert self.broken is None
+        known, works = [], []
+        for place, data in _chunks(flat, self._rank, self._num_ranks):
+            index, dtype = place[0], flat.streams[place[0]].dtype
+            before = self._known.get(place, NO_REFERENCE)
+            found = self._hashes[place] if index in self._watched else hash_of(data.data)
+            self._known[place] = found
+            codec = REPLAYED if index in self._watched else UNCHANGED
+            if codec == UNCHANGED and found != before:
+                works.append(Work(*place, data.copy(), dtype=dtype, is_own=True))
+                continue
+            known.append(
+                Frame(
+                    stream=index,
+                    slot=0,
+                    start=place[1],
+                    num_bytes=data.size,
+                    stored_bytes=0,
+                    dtype=dtype,
+                    codec=codec,
+                    reference=before,
+                    decoded_hash=found,
+                    stored_crc=crc_of(b""),
+                )
+            )
+        for step, gradients in self._pending:
+            works += [] if step.is_skipped else gradients
+        optimizer, device = self._optimizer, self._parameters()[0].device
+        steps = tuple(
+            dataclasses.replace(step, clip=None, gradients=()) if step.is_skipped else step for step, _ in self._pending
+        )
+        log = Log(type(optimizer).__name__, device.type, _program(device), self._groups, steps)
+        self._pending = []
+        return Logged(flat.streams, known, works, dump_log(log))
+
+    def _describe(self, flat: FlatState) -> tuple[tuple[Trained, ...], ...]:
+        groups = []
+        for group in self._optimizer.param_groups:
+            items = []
+            for parameter in group["params"]:
+                stream = flat.index_of(parameter)
+                if stream is None:
+                    raise ValueError("the optimizer trains a parameter that is not in the checkpoint")
+                state = {}
+                for name, value in self._optimizer.state.get(parameter, {}).items():
+                    if value is None:
+                        continue
+                    index = flat.index_of(value) if isinstance(value, torch.Tensor) else None
+                    if index is None:
+                        raise ValueError(f"the optimizer keeps {name!r}, which is no tensor of the checkpoint")
+                    state[name] = index
+                items.append(Trained(stream, state))
+            groups.append(tuple(items))
+        return tuple(groups)
+
+
+def _chunks(flat: FlatState, rank: int, num_ranks: int) -> Iterator[tuple[tuple[int, int], Bytes]]:
+    """Yield place and bytes of a rank's chunks; a tensor is brought to the host once."""
+    last, data = -1, np.empty(0, np.uint8)
+    for index, start, end in share_of(flat.streams, rank, num_ranks):
+        if index != last:
+            last, data = index, flat.data(index)
+        yield (index, start), data[start:end]
+
+
+def _options(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a group's options.
+
+    Raises:
+        ValueError: One can't be written down.
+    """
+    options = {name: value for name, value in group.items() if name != "params"}
+    try:
+        text = json.dumps(options, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"an option of the optimizer can't be written down: {error}") from None
+    found: Mapping[str, Any] = json.loads(text)
+    return found
+
+
+def _program(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__} on {name}"
