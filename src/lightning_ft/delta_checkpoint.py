@@ -20,8 +20,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ft.checkpoint.bounded import DEFAULT_ERROR
 from lightning_ft.checkpoint.manifests import published_keys
-from lightning_ft.checkpoint.records import LOSSLESS, Key, Manifest, manifest_path
+from lightning_ft.checkpoint.records import Key, Manifest, manifest_path
 from lightning_ft.checkpoint.saver import Saved, Saver
 from lightning_ft.checkpoint.snapshots import Share
 from lightning_ft.checkpoint.store import Store, open_store
@@ -30,6 +31,7 @@ from lightning_ft.comm import backend
 from lightning_ft.comm.backend import is_member, progress
 from lightning_ft.config import checkpoint_interval
 from lightning_ft.ddp import FaultTolerantDDP
+from lightning_ft.delta_modes import mode_of
 from lightning_ft.elastic import random_state, set_random_state
 from lightning_ft.errors import CheckpointError, StaleWriterError, StoreError
 from lightning_ft.lightning_checkpoints import DeltaCheckpointIO
@@ -84,7 +86,10 @@ class DeltaCheckpoint(ModelCheckpoint):
         train_time_interval: Time between two saves.
         every_n_epochs: Epochs between two saves. Of these three one may be given; if none is,
             `LIGHTNING_FT_CHECKPOINT_INTERVAL` counts (`100`: steps; `30s`, `10m`, `2h`: time), else it is each epoch.
-        mode: `"lossless"`: what is restored is what was saved, bit for bit.
+        mode: What is stored. `"lossless"`: the state, bit for bit. `"gradlog"`: the gradients of each optimizer step,
+            from which it is made again, bit for bit. `"snap"`: the state, which is rounded at each save and gone on
+            with; bit for bit. `"bounded"`: the state, rounded in the checkpoint alone, as near as `error` says.
+        error: Of `"bounded"`: the largest change of a number of the weights or the optimizer's state, as a part of it.
         keep_last: How many checkpoints are kept, besides those that they depend on and two that depend on none.
         base_every: Every so many saves, one does not depend on others; `"auto"`: as is reasonable.
         monitor: Name of a logged value, by which the best `save_top_k` are also kept, as ordinary full checkpoints, in
@@ -114,7 +119,8 @@ class DeltaCheckpoint(ModelCheckpoint):
         every_n_train_steps: int | None = None,
         train_time_interval: datetime.timedelta | None = None,
         every_n_epochs: int | None = None,
-        mode: Literal["lossless"] = "lossless",
+        mode: Literal["lossless", "gradlog", "snap", "bounded"] = "lossless",
+        error: float = DEFAULT_ERROR,
         keep_last: int = 3,
         base_every: int | Literal["auto"] = "auto",
         monitor: str | None = None,
@@ -124,14 +130,18 @@ class DeltaCheckpoint(ModelCheckpoint):
         max_rollbacks: int = 3,
         storage_options: dict[str, Any] | None = None,
     ) -> None:
-        if mode != LOSSLESS:
-            raise ValueError(f"mode must be {LOSSLESS!r}, got {mode!r}")
         self.url = os.fspath(dirpath)
-        self._interval = _Interval.of(every_n_train_steps, train_time_interval, every_n_epochs)
+        self._mode_name = mode
+        self._mode = mode_of(mode)
+        self._interval = _Interval.of(
+            every_n_train_steps, train_time_interval, every_n_epochs, self._mode.default_steps
+        )
+        self._mode.check_interval(self._interval.steps)
+        self._error = error
         self._base_every = None if base_every == "auto" else base_every
         self._keep_last = keep_last
         self._storage_options = storage_options or {}
-        Writer(self.open_store(), base_every=self._base_every, keep_last=keep_last)  # whatever is wrong is told now
+        self._writer(0, 1)  # whatever is wrong is told now
         if max_rollbacks < 0:
             raise ValueError(f"max_rollbacks must be at least 0, got {max_rollbacks!r}")
         self._strict = strict
@@ -197,6 +207,7 @@ class DeltaCheckpoint(ModelCheckpoint):
         self._last_step = self._seen_step = trainer.global_step
         self._last_s, self._asks_at = time.monotonic(), 0
         self._is_owed = self._is_fenced = self._waits_for_end = False
+        self._mode.begin(trainer)
         super().on_train_start(trainer, pl_module)
 
     @override
@@ -253,10 +264,12 @@ class DeltaCheckpoint(ModelCheckpoint):
             if trainer.global_step > self._last_step or self._is_owed:
                 self._save(trainer, waits=True)
             self._settle(trainer, waits=True)
+        self._mode.end()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._settle(trainer, waits=True)
+        self._mode.end()
 
     def on_membership_change(self, *_: Any) -> None:
         """Share the state among the ranks that there are now; called on all of them before the next batch."""
@@ -286,7 +299,7 @@ class DeltaCheckpoint(ModelCheckpoint):
             return
         due_s = time.monotonic()
         self._last_step = trainer.global_step
-        may_begin = self._settle(trainer, waits=waits)
+        may_begin = self._settle(trainer, waits=waits or self._mode.must_wait())
         if may_begin is None:  # another run has taken over
             return
         if not may_begin:
@@ -297,30 +310,36 @@ class DeltaCheckpoint(ModelCheckpoint):
         if self._saver is not None and (self._saver.writer.rank, self._saver.writer.num_ranks) != place:
             self._drop_saver()  # the ranks have changed in this very step
         if self._saver is None:
-            writer = Writer(
-                self.open_store(),
-                rank=trainer.global_rank,
-                num_ranks=trainer.world_size,
-                base_every=self._base_every,
-                keep_last=self._keep_last,
-            )
-            self._saver = Saver(writer, self._saved)
-        plan, error = self._plan(trainer.global_step) if trainer.is_global_zero else (None, None)
+            self._saver = Saver(self._writer(trainer.global_rank, trainer.world_size), self._saved)
+        state = {**dump_checkpoint(trainer), _RANKS: self._of_ranks(trainer)}
+        is_base = self._mode.needs_base(trainer, state, self._saver.writer)
+        plan, error = self._plan(trainer.global_step, is_base=is_base) if trainer.is_global_zero else (None, None)
         plan, is_fenced = trainer.strategy.broadcast((plan, isinstance(error, StaleWriterError)))
         self._is_fenced |= is_fenced
-        state = {**dump_checkpoint(trainer), _RANKS: self._of_ranks(trainer)}
         if plan is None:
             self._failed(error, self._last_step, is_teller=trainer.is_global_zero)
             return
         self._begun, self.snapshot = plan.key, None
-        self._saver.start(plan, state, due_s)
+        self._saver.start(plan, self._mode.prepared(trainer, plan, state), due_s)
         if self._saver.share is not None:
             self.snapshot = Snapshot(plan.key, self._saver.share)
 
-    def _plan(self, step: int) -> tuple[Plan | None, CheckpointError | None]:
+    def _writer(self, rank: int, num_ranks: int) -> Writer:
+        return Writer(
+            self.open_store(),
+            rank=rank,
+            num_ranks=num_ranks,
+            mode=self._mode_name,
+            base_every=self._base_every,
+            keep_last=self._keep_last,
+            error=self._error,
+            lossy=("state_dict", "optimizer_states"),
+        )
+
+    def _plan(self, step: int, *, is_base: bool) -> tuple[Plan | None, CheckpointError | None]:
         assert self._saver is not None
         try:
-            return self._saver.writer.plan(step), None
+            return self._saver.writer.plan(step, is_base=is_base), None
         except CheckpointError as error:
             return None, error
 
@@ -375,6 +394,7 @@ class DeltaCheckpoint(ModelCheckpoint):
     def _drop_saver(self) -> None:
         """Give up what is being saved: the ranks have changed."""
         saver, self._saver = self._saver, None
+        self._mode.forget()
         if saver is None:
             return
         saver.abandon()
@@ -495,7 +515,13 @@ class _Interval:
     epochs: int = 0
 
     @classmethod
-    def of(cls, steps: int | None, time_between: datetime.timedelta | None, epochs: int | None) -> _Interval:
+    def of(
+        cls,
+        steps: int | None,
+        time_between: datetime.timedelta | None,
+        epochs: int | None,
+        default_steps: int,
+    ) -> _Interval:
         seconds = None if time_between is None else time_between.total_seconds()
         given = [
             (name, value)
@@ -513,5 +539,6 @@ class _Interval:
                 raise ValueError(f"{name} must be above 0, got {value!r}")
         if not given:
             found = checkpoint_interval()
-            return cls(epochs=1) if found is None else cls(*found)
+            default = cls(default_steps) if default_steps else cls(epochs=1)
+            return default if found is None else cls(*found)
         return cls(steps or 0, seconds or 0.0, epochs or 0)

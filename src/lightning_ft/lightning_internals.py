@@ -5,7 +5,8 @@ Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if
 `on_advance_end` and `_skip_next_val`, `_FitLoop.reset`, `on_advance_end`, `epoch_progress`, `on_save_checkpoint`,
 `on_load_checkpoint`, `setup_data` and `_load_combined_loader_states`,
 `_SignalConnector._sigterm_notifier_fn`, `_slurm_sigusr_handler_fn`, `_register_signal` and `received_sigterm`,
-`_TrainingEpochLoop.advance`, `_CheckpointConnector.dump_checkpoint`, `rank_zero_only.rank`, and in
+`_TrainingEpochLoop.advance`, `_CheckpointConnector.dump_checkpoint`, `Precision._after_closure` (who calls it, and that
+nothing changes gradients after it), `rank_zero_only.rank`, and in
 `fabric.strategies.launchers.subprocess_script` `_basic_subprocess_cmd` and `_hydra_subprocess_cmd`.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
@@ -25,6 +27,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
@@ -184,6 +187,54 @@ def is_between_epochs(trainer: Trainer) -> bool:
     """Whether an epoch is over with all that belongs to it, and the next one has not begun."""
     progressed: Any = trainer.fit_loop.epoch_progress.current
     return 0 < int(progressed.ready) == int(progressed.processed) == int(progressed.completed)
+
+
+def around_optimizer_step(
+    trainer: Trainer,
+    stepping: Callable[[], None],
+    clipped: Callable[[torch.Tensor, float], bool],
+    stepped: Callable[[], None],
+) -> Callable[[], None]:
+    """Have functions called around each optimizer step of a fit with one optimizer.
+
+    Args:
+        trainer: Its optimizers are there.
+        stepping: Called when the gradients are those that the optimizer uses, or are going to be clipped by their norm.
+        clipped: Called in the latter case when that is done, with the norm and the limit. Returns whether that is
+            enough; else `stepping` is called again.
+        stepped: Called after the step; not if a scaler has left it out.
+
+    Returns:
+        What takes all that back.
+    """
+    precision, module = trainer.precision_plugin, trainer.lightning_module
+    after_closure = precision._after_closure
+    is_told = False
+
+    def clip_by_norm(optimizer: Any, clip_val: float) -> None:
+        nonlocal is_told
+        parameters = list(precision.main_params(optimizer))
+        stepping()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+        is_told = clipped(norm, clip_val)
+
+    def after(model: Any, optimizer: Any) -> None:
+        nonlocal is_told
+        is_told = False
+        after_closure(model, optimizer)
+        if not is_told:
+            stepping()
+
+    def undo() -> None:
+        handle.remove()
+        del precision._after_closure
+        vars(precision).pop("clip_grad_by_norm", None)
+
+    handle = trainer.optimizers[0].register_step_post_hook(lambda *_: stepped())
+    precision._after_closure = after  # type: ignore[method-assign]
+    if not is_overridden("configure_gradient_clipping", module):  # a user's own may do anything afterwards
+        precision.clip_grad_by_norm = clip_by_norm  # type: ignore[method-assign]
+    return undo
 
 
 _IN_CHECKPOINTS = "lightning_ft"

@@ -175,7 +175,7 @@ def test_the_interval_may_be_an_environment_variable(monkeypatch: pytest.MonkeyP
     [
         ({"every_n_train_steps": 1, "every_n_epochs": 1}, "every_n_train_steps and every_n_epochs exclude each other"),
         ({"every_n_train_steps": 0}, "every_n_train_steps must be above 0"),
-        ({"mode": "min"}, "mode must be 'lossless'"),
+        ({"mode": "min"}, "mode must be one of 'lossless'"),
         ({"keep_last": 0}, "keep_last must be at least 1"),
         ({"base_every": 0}, "base_every must be at least 1"),
         ({"storage_options": {"key": "x"}}, "storage options"),

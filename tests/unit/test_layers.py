@@ -44,6 +44,7 @@ LAYERS = (
     "rejoin",
     "resize",
     "lightning_checkpoints",
+    "delta_modes",
     "delta_checkpoint",
     "rollback",
     "launch",

@@ -14,6 +14,7 @@ import pytest
 from lightning.fabric.strategies.launchers import subprocess_script
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -30,6 +31,10 @@ from lightning_ft import lightning_internals
         (_TrainingEpochLoop, "run", "self.on_advance_end(data_fetcher)"),
         (_TrainingEpochLoop, "on_advance_end", "if self._skip_next_val:"),
         (_SignalConnector, "register_signal_handlers", "[self._sigterm_notifier_fn]"),
+        (Precision, "_wrap_closure", "closure_result = closure()\n        self._after_closure(model, optimizer)\n"),
+        (Precision, "_after_closure", "self._clip_gradients("),
+        (Precision, "clip_grad_by_norm", "torch.nn.utils.clip_grad_norm_(parameters, clip_val)\n"),
+        (MixedPrecision, "optimizer_step", "self._after_closure(model, optimizer)\n"),
         (DDPStrategy, "setup_environment", "self.setup_distributed()"),
         (DDPStrategy, "configure_ddp", "self._setup_model(self.model)"),
         (subprocess_script, "_basic_subprocess_cmd", "sys.argv"),
