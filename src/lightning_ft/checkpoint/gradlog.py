@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lightning_ft.checkpoint.codec import UNCHANGED
-from lightning_ft.checkpoint.format import crc_of, hash_of, tensors_hash
+from lightning_ft.checkpoint.format import crc_of, hash_of
 from lightning_ft.checkpoint.log import ITEM_BYTES, Clip, Log, Step, Trained, dump_log
 from lightning_ft.checkpoint.records import NO_REFERENCE, REPLAYED, Frame
 from lightning_ft.checkpoint.replay import OPTIMIZERS
@@ -72,7 +72,6 @@ class GradientLog:
         self._rank = rank
         self._num_ranks = num_ranks
         self._pending: list[tuple[Step, list[Work]]] = []
-        self._tensors = b""  # hash of the tensors' descriptions
         self._groups: tuple[tuple[Trained, ...], ...] = ()
         self._streams: list[int] = []  # of each parameter
         self._watched: dict[int, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
@@ -180,23 +179,30 @@ class GradientLog:
         """
         if self.broken is None and num_steps != len(self._pending):
             self._break(f"of {num_steps} steps since the last checkpoint {len(self._pending)} are known")
-        if self.broken is None and tensors_hash(flat.streams) != self._tensors:
-            self._break("the tensors are others than in the last checkpoint")
         if self.broken is None and not self._is_told_by(flat):
-            self._break("the optimizer has other parameters than at the last checkpoint")
+            self._break("the optimizer has other parameters or averages than at the last checkpoint")
         if self.broken is None and self._hash_watched() != self._hashes:
             self._break("parameters or their averages were changed after the optimizer's step")
         return self.broken
 
     def _is_told_by(self, flat: FlatState) -> bool:
-        """Whether a state's tensors are those that are watched, and the optimizer's."""
+        """Whether what the optimizer owns is where it was, in the state and in memory; other tensors may differ."""
         try:
             if self._describe(flat) != self._groups:
                 return False
         except ValueError:
             return False
+        replayed = self._replayed()
+        places = {
+            (index, at) for index, at, _ in share_of(flat.streams, self._rank, self._num_ranks) if index in replayed
+        }
         tensors = ((flat.tensor(index), tensor) for index, (tensor, _) in self._watched.items())
-        return all(found is not None and memory_of(found) == memory_of(tensor) for found, tensor in tensors)
+        return places == self._hashes.keys() and all(
+            found is not None and memory_of(found) == memory_of(tensor) for found, tensor in tensors
+        )
+
+    def _replayed(self) -> set[int]:
+        return Log("", "", "", self._groups, ()).replayed()
 
     def rebase(self, flat: FlatState) -> None:
         """Begin anew, with a checkpoint that holds all of a state; before `flat` lets go of it."""
@@ -208,12 +214,11 @@ class GradientLog:
             self.broken = str(error)
             return
         self._streams = [item.stream for group in self._groups for item in group]
-        replayed = Log("", "", "", self._groups, ()).replayed()
+        replayed = self._replayed()
         for index, start, end in share_of(flat.streams, self._rank, self._num_ranks):
             tensor = flat.tensor(index)
             if index in replayed and tensor is not None:
                 self._watched.setdefault(index, (tensor, []))[1].append((start, end))
-        self._tensors = tensors_hash(flat.streams)
         chunks = _chunks(flat, self._rank, self._num_ranks)
         self._known = {place: hash_of(data.data) for place, data in chunks}
         self._hashes = {place: found for place, found in self._known.items() if place[0] in self._watched}
@@ -223,9 +228,10 @@ class GradientLog:
         """Return the share of a checkpoint that `check` lets be told by its log, and begin the next log."""
         assert self.broken is None
         known, works = [], []
+        before_all, self._known = self._known, {}
         for place, data in _chunks(flat, self._rank, self._num_ranks):
             index, dtype = place[0], flat.streams[place[0]].dtype
-            before = self._known.get(place, NO_REFERENCE)
+            before = before_all.get(place, NO_REFERENCE)
             found = self._hashes[place] if index in self._watched else hash_of(data.data)
             self._known[place] = found
             codec = REPLAYED if index in self._watched else UNCHANGED

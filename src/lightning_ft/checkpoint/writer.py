@@ -252,7 +252,8 @@ class Writer:
         """
         flat = state if isinstance(state, FlatState | Logged) else FlatState(state)
         tensors = tensors_hash(flat.streams)
-        parent = plan.parent if tensors == plan.parent_tensors else None
+        # A log says by itself which streams it goes on with.
+        parent = plan.parent if isinstance(flat, Logged) or tensors == plan.parent_tensors else None
         frames: list[Frame] = []
         packs: list[Pack] = []
         copies: Chunks | None = None

@@ -188,10 +188,12 @@ class Run:
         ]
         self.logs = [GradientLog(self.optimizer, rank, num_ranks) for rank in range(num_ranks)]
         self.step = self.saved = 0
+        self.others: list[torch.Tensor] = []
 
     def state(self) -> dict[str, Any]:
         """Return what is saved."""
-        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        trained = {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {**trained, "step": self.step, "others": self.others}
 
     def train(self, max_norm: float | None = None) -> None:
         """Take a step."""
@@ -282,7 +284,7 @@ def missed(run: Run) -> None:
         (lambda run: (run.net[0].weight.data.add_(1), run.train()), "changed between two optimizer steps"),
         (lambda run: run.optimizer.state[run.net[0].weight]["exp_avg"].mul_(0), "changed after the optimizer's step"),
         (moved, "other parameters"),
-        (grown, "tensors are others"),
+        (grown, "other parameters"),
         (stepped_twice, "that Lightning did not ask for"),
         (written, "an option"),
         (overflowing, "held in memory"),
@@ -304,6 +306,20 @@ def test_what_no_log_tells_becomes_a_base(interfere: Callable[[Run], object], re
     run.save()
     run.train()
     assert run.save()[0].parent is not None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_tensors_that_come_and_go_besides_do_not_end_a_log(num_ranks: int) -> None:
+    """If what the optimizer owns stays where it is: a fit's place in an epoch is there in its middle alone."""
+    run = Run(num_ranks=num_ranks)
+    run.train()
+    run.save()
+    for others in ([torch.arange(3)], [], [torch.arange(3)], [torch.arange(5), torch.arange(4)]):
+        run.others = others
+        run.train()
+        manifest, reason = run.save()
+        assert (manifest.parent is None) == (reason is not None)
+        assert num_ranks > 1 or manifest.parent is not None
 
 
 def test_steps_that_a_scaler_leaves_out_are_not_replayed() -> None:
