@@ -428,11 +428,12 @@ UPGRADE = (
     ("data", "answer"),
     [
         (b"\x16\x03\x01 hello, is this TLS?\r\n\r\n", b"HTTP/1.0 400"),
-        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 404"),
+        (b"GET /other HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 404"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 401"),
         (UPGRADE + b"\xff\xfe\r\n\r\n", b"HTTP/1.1 401"),
         (UPGRADE + TOKEN.encode() + b"\r\n\r\n\xff\xff\xff\xff", b"HTTP/1.1 101"),
     ],
-    ids=["no-http", "other-path", "token-in-no-encoding", "broken-websocket"],
+    ids=["no-http", "other-path", "page-without-token", "token-in-no-encoding", "broken-websocket"],
 )
 def test_garbage_disturbs_nobody(stage: Stage, data: bytes, answer: bytes) -> None:
     """Whatever a port scanner sends ends its own connection."""
@@ -506,7 +507,7 @@ def test_an_agent_speaks_for_its_own_node_alone(stage: Stage, caplog: pytest.Log
     coordinator = stage.coordinator(PATIENT, "0/0", "0/1")
     clients = [stage.client(coordinator, f"0/{slot}") for slot in range(2)]
     park_all(clients)
-    exited = '{"type":"exited","member":"0/0","incarnation":1,"status":0,"detail":"","stacks":""}'
+    exited = '{"type":"exited","member":"0/0","incarnation":1,"status":0,"detail":"","stacks":"","is_last":false}'
     asyncio.run(frames_of(coordinator.port, AGENT_HELLO, exited, "end", path=AGENT_PATH))
     assert "dropped an exit of 0/0 from the agent of node 7" in caplog.text
     assert not coordinator.logged("member_exited")
