@@ -8,8 +8,10 @@ import signal
 from typing import Any
 
 import fsspec
+import pytest
 
 from lightning_ft.checkpoint import load, verify
+from lightning_ft.checkpoint.manifests import published_keys, read_manifest
 from lightning_ft.checkpoint.store import open_store
 from tests.conformance.servers import s3_server
 from tests.integration import jobs
@@ -31,6 +33,22 @@ def _fit(
     with jobs.running_fit(out, num_members, program, {"LIGHTNING_FT_FAIL_AT": fails}) as job:
         assert job.finish() == 0, job.output()
         return [job.records(member)[start:] for member, start in zip(MEMBERS, num_records, strict=True)]
+
+
+@pytest.mark.parametrize(("mode", "every", "num_steps"), [("gradlog", 5, 14), ("snap", 10, 23)])
+def test_a_fit_goes_on_bitwise_from_what_was_replayed_or_rounded(
+    tmp_path: pathlib.Path, mode: str, every: int, num_steps: int
+) -> None:
+    """Two ranks, each with its share of the gradients, or rounding alike: all steps after the last save are equal."""
+    flags = "--wait", "--mode", mode, "--every", str(every)
+    whole = _fit(tmp_path, num_steps, *flags, num_members=2)[:2]
+    store = open_store(str(tmp_path / "run"))
+    newest = read_manifest(store, published_keys(store)[0])[0]
+    assert (newest.key.step, newest.mode, newest.depth, newest.num_ranks) == (2 * every, mode, 1, 2)
+    assert weights_hash(load(store)["state_dict"]) == whole[0][2 * every]["hash"] == whole[1][2 * every]["hash"]
+    counts = (num_steps, num_steps, 0)
+    again = _fit(tmp_path, num_steps, *flags, num_members=2, num_records=counts)[:2]
+    assert again == [records[2 * every :] for records in whole]
 
 
 def test_a_resumed_fit_is_bitwise_the_one_that_was_not_interrupted(tmp_path: pathlib.Path) -> None:

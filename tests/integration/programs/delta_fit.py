@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=3)
     parser.add_argument("--strategy", default="ft_ddp")
     parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--mode", default="lossless")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step")
     parser.add_argument("--wait", action="store_true")
     parser.add_argument("--gives-up", default="")
@@ -105,7 +106,7 @@ def fit(arguments: argparse.Namespace, num_steps: int, url: str, path: str) -> N
     """Fit, from a checkpoint on if there is one."""
     L.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(NUM_SAMPLES, 8), torch.arange(NUM_SAMPLES))
-    saves = lightning_ft.DeltaCheckpoint(url, every_n_train_steps=arguments.every)
+    saves = lightning_ft.DeltaCheckpoint(url, mode=arguments.mode, every_n_train_steps=arguments.every)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=arguments.devices,
