@@ -24,16 +24,24 @@ DOCS = ROOT / "docs"
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
 README = ROOT / "README.md"
 
-INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+INCLUDE = re.compile(r'^--8<-- "([^":]+)(?::(\w+))?"$', re.MULTILINE)
+"""A line in whose place another file is put, or the part of it with a name."""
+
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 PROGRAM = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(lightning-ft .*)$")
 """A line of a shell, that runs the command line."""
 
 
+def included(name: str, part: str | None) -> str:
+    """Return a file, or what stands in it between the marks of a part."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return text if part is None else text.split(f"--8<-- [start:{part}]")[1].split(f"--8<-- [end:{part}]")[0]
+
+
 def text_of(path: Path) -> str:
     """Return a page with the files that it includes."""
-    return INCLUDE.sub(lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), path.read_text(encoding="utf-8"))
+    return INCLUDE.sub(lambda found: included(found[1], found[2]), path.read_text(encoding="utf-8"))
 
 
 def fences(language: str) -> list[str]:

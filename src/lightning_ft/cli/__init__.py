@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Args:
         arguments: Without the program's name; None: the process's.
-    Returns: Exit status; README, Exit status, has the table.
+    Returns: Exit status; docs/errors.md has the table.
     """
     parser = make_parser()
     options = parser.parse_args(arguments)

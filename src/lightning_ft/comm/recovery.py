@@ -37,7 +37,7 @@ class Recovery:
 
 
 def redone(settled: Settled) -> str:
-    """Say what had to be done again: `reduce`, `commit`, `result` or `none` (README, Event log)."""
+    """Say what had to be done again: `reduce`, `commit`, `result` or `none` (docs/events.md)."""
     if settled.handed_over is Kind.COMMIT:
         return "commit"
     if settled.handed_over is not Kind.NONE:

@@ -1,24 +1,21 @@
-"""The README says what the code does."""
+"""The tables of the documentation are those of the code: settings, events, errors, fault points; and the history."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
-import pytest
-
 import lightning_ft
-import lightning_ft.checkpoint
 from lightning_ft import history
 from lightning_ft.comm.recovery import Recovery
 from lightning_ft.config import ENV_PREFIX, Settings
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
 SOURCES = sorted((ROOT / "src" / "lightning_ft").rglob("*.py"))
-SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 WRITERS = ("record", "report", "write")
 """Methods whose first argument is the name of an event."""
@@ -29,11 +26,12 @@ NOT_LOGGED = {"log_directory"}
 COMMON_FIELDS = {"generation", "member"}
 
 
-def table(heading: str) -> list[list[str]]:
-    """Return the cells of the table under a heading, without its head."""
-    section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in row] for row in rows[2:]]
+def table(page: str, column: str) -> list[list[str]]:
+    """Return the cells of a page's table whose first column has that name, without its head."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(f"| {column} |"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[first + 2 :])
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 
 
 def quoted(cell: str) -> set[str]:
@@ -57,25 +55,9 @@ def emitted() -> dict[str, set[str]]:
     return {event: fields for event, fields in events.items() if event not in NOT_LOGGED}
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS)
-def test_python_snippet_compiles_and_uses_what_exists(snippet: str) -> None:
-    """A snippet is Python, and the names that it takes from lightning_ft are public."""
-    for node in ast.walk(ast.parse(snippet)):
-        match node:
-            case ast.Attribute(value=ast.Name(id="lightning_ft"), attr=name):
-                assert name in lightning_ft.__all__
-            case ast.ImportFrom(module="lightning_ft.checkpoint", names=names):
-                assert {alias.name for alias in names} <= set(lightning_ft.checkpoint.__all__)
-
-
-def test_readme_has_snippets() -> None:
-    """They are found: with Lightning, a configured strategy, plain PyTorch, a state, and two kinds of checkpoints."""
-    assert len(SNIPPETS) == 6
-
-
 def test_settings_table_is_that_of_the_code() -> None:
     """Argument, environment variable and default of each setting, in the order of `Settings`."""
-    documented = [[cell.strip("`") for cell in row[:3]] for row in table("Settings")]
+    documented = [[cell.strip("`") for cell in row[:3]] for row in table("configuration.md", "argument")]
     expected = [
         [field.name, f"{ENV_PREFIX}{field.name.upper()}", repr(field.default)] for field in dataclasses.fields(Settings)
     ]
@@ -84,23 +66,21 @@ def test_settings_table_is_that_of_the_code() -> None:
 
 def test_event_table_is_that_of_the_code() -> None:
     """Each event that is written is documented with its fields, and no other."""
-    documented = {row[0].strip("`"): quoted(row[1]) for row in table("Event log")}
+    documented = {row[0].strip("`"): quoted(row[1]) for row in table("events.md", "event")}
     assert documented == emitted()
 
 
 def test_errors_table_is_that_of_the_code() -> None:
     """Each public error is documented."""
-    documented = {row[0].strip("`") for row in table("Errors")}
+    documented = {row[0].strip("`") for row in table("errors.md", "error")}
     errors = {name for name in lightning_ft.__all__ if name.endswith("Error")}
     assert documented == errors - {"FaultToleranceError"} | {"ValueError"}
 
 
 def test_fault_points_are_those_of_the_code() -> None:
     """Each named place of the sources is listed, and no other."""
-    section = README.partition("\n## Faults on purpose\n")[2].partition("\n## ")[0]
-    listed = {
-        point for point in quoted(section.partition("The points:")[2]) if re.fullmatch(r"[a-z_]+\.[a-z_]+", point)
-    }
+    text = (DOCS / "faults-on-purpose.md").read_text(encoding="utf-8")
+    listed = {point for point in quoted(text.partition("The points:")[2]) if re.fullmatch(r"[a-z_]+\.[a-z_]+", point)}
     reached = {
         point for path in SOURCES for point in re.findall(r'reach\("([\w.]+)"\)', path.read_text(encoding="utf-8"))
     }
