@@ -29,6 +29,7 @@ from lightning_ft.errors import (
 from lightning_ft.registration import register_when_imported
 
 if TYPE_CHECKING:
+    from lightning_ft.callbacks import FaultToleranceMonitor
     from lightning_ft.comm.backend import progress
     from lightning_ft.comm.process_group import FaultTolerantProcessGroup
     from lightning_ft.data.sampler import ElasticDistributedSampler
@@ -36,12 +37,14 @@ if TYPE_CHECKING:
     from lightning_ft.delta_checkpoint import DeltaCheckpoint
     from lightning_ft.elastic import ElasticState
     from lightning_ft.lightning_checkpoints import DeltaCheckpointIO
+    from lightning_ft.metrics import CheckpointDuration, Goodput, GradientDivergence, RecoveryLatency
     from lightning_ft.strategy import FaultTolerantDDPStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointDamagedError",
+    "CheckpointDuration",
     "CheckpointError",
     "CheckpointNotFoundError",
     "CoordinatorLostError",
@@ -51,13 +54,17 @@ __all__ = [
     "ElasticState",
     "EvictedError",
     "FaultToleranceError",
+    "FaultToleranceMonitor",
     "FaultTolerantDDP",
     "FaultTolerantDDPStrategy",
     "FaultTolerantProcessGroup",
+    "Goodput",
+    "GradientDivergence",
     "LaunchError",
     "MembershipChangedError",
     "ProtocolViolationError",
     "QuorumLostError",
+    "RecoveryLatency",
     "RepeatedFailureError",
     "Settings",
     "StaleWriterError",
@@ -69,13 +76,18 @@ __all__ = [
 ]
 
 _HOME_OF = {
+    "CheckpointDuration": "metrics",
     "DeltaCheckpoint": "delta_checkpoint",
     "DeltaCheckpointIO": "lightning_checkpoints",
     "ElasticDistributedSampler": "data.sampler",
     "ElasticState": "elastic",
+    "FaultToleranceMonitor": "callbacks",
     "FaultTolerantDDP": "ddp",
     "FaultTolerantDDPStrategy": "strategy",
     "FaultTolerantProcessGroup": "comm.process_group",
+    "Goodput": "metrics",
+    "GradientDivergence": "metrics",
+    "RecoveryLatency": "metrics",
     "StepCommit": "ddp",
     "ft_ddp": "ddp",
     "progress": "comm.backend",

@@ -1,7 +1,8 @@
 """A validation or test whose results are of all of its data, whoever dies in it.
 
 The results of a rank are in its metrics, and die with it. So before the ranks put their results together they wait for
-each other; if any has died since the data were dealt, the others evaluate all of its share, too, and wait again.
+each other; if any has died since the data were dealt, the others evaluate all of its share, too, and wait again. If any
+dies while the results are put together, that is done for its share as well, and the results are put together anew.
 
 Read in lightning 2.6.6 (tests/unit/test_lightning_evaluation.py fails clearly if it changes): `_EvaluationLoop.reset`,
 `_evaluation_step`, `_store_dataloader_outputs`, `_combined_loader`, `_data_fetcher`, `_is_sequential`, `_stage` and
@@ -20,6 +21,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from torch.utils.data import BatchSampler, DataLoader
 from torchmetrics import Metric
 
+from lightning_ft import lightning_metrics
 from lightning_ft.comm.backend import progress
 from lightning_ft.data.cursor import Member, Ranges
 from lightning_ft.data.evaluation import EvaluationShares
@@ -72,10 +74,7 @@ class CompleteEvaluations:
 
         def store_when_complete() -> None:
             self._complete(loop, step)
-            members = self._members()
-            store()
-            # What a rank took along while the results were put together is in some of them, and not in others.
-            self._has_hole |= members != self._members()
+            store()  # what is known by now
             self._num_steps = 0
 
         loop.reset, loop._evaluation_step, loop._store_dataloader_outputs = reset_all, count_step, store_when_complete
@@ -83,7 +82,7 @@ class CompleteEvaluations:
     def _complete(self, loop: Any, step: Callable[..., None]) -> None:
         loader = self._dealt_loader(loop)
         if loader is None or not self._num_steps:
-            self._has_hole |= loader is None
+            self._has_hole |= loader is None  # what is stored is of the ranks that are left
             return
         sampler: Any = loader.sampler
         first: Any = loader.batch_sampler
@@ -91,18 +90,31 @@ class CompleteEvaluations:
         shares = EvaluationShares.begin(sampler.cursor, count)
         missing: list[Member] = []
         num_samples = 0
+        self._wait_for_all()
         while True:
-            self._wait_for_all()
-            lost = [member for member in shares.of if member not in self._members()]
-            if not lost:
+            members = self._members()
+            lost = [member for member in shares.of if member not in members]
+            if lost:
+                progress("evaluating what others have left")
+                missing += lost
+                num_samples += sum(len(piece) for member in lost for piece in shares.of[member])
+                shares, parts = shares.redeal(members)
+                self._evaluate(loader, parts, step)
+                self._wait_for_all()
+            elif self._are_put_together(members):
                 break
-            progress("evaluating what others have left")
-            missing += lost
-            num_samples += sum(len(piece) for member in lost for piece in shares.of[member])
-            shares, parts = shares.redeal(self._members())
-            self._evaluate(loader, parts, step)
         if not self._has_hole:
             self._on_complete("test" if self._trainer.testing else "validation", missing, num_samples)
+
+    def _are_put_together(self, members: tuple[str, ...]) -> bool:
+        """Put the results together. Returns: Whether all these members were there for it; else they are forgotten."""
+        results: Any = self._trainer._results
+        if not self._trainer.sanity_checking:  # nobody looks at them
+            results.metrics(on_step=False)
+        if self._members() == members:
+            return True
+        lightning_metrics.forget(list(results.values()))
+        return False
 
     def _dealt_loader(self, loop: Any) -> DataLoader[Any] | None:
         """Return the loader that has ended, if it is known what each rank was dealt."""

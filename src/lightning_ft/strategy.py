@@ -28,10 +28,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_ft import lightning_data, lightning_deal, lightning_internals, promotion, rejoin
+from lightning_ft import lightning_data, lightning_deal, lightning_internals, lightning_metrics, promotion, rejoin
 from lightning_ft.child import watch_agent
 from lightning_ft.comm.backend import confirm_membership, progress, starts_late
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
@@ -288,6 +287,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             )
             self._resize = Resize(trainer, self.settings.on_resize)
             if self.group is not None:
+                lightning_metrics.watch_results(trainer, lambda: self._group_members)
                 CompleteEvaluations(trainer, lambda: self._group_members, self.barrier, self._on_complete)
             lightning_internals.around_each_batch(trainer, self._before_batch, self._epoch_data.after_batch)
             lightning_internals.take_stop_signals(trainer, self._stopping)
@@ -308,9 +308,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         else:
             self._setup_evaluation(trainer)
         assert self.lightning_module is not None
-        for module in self.lightning_module.modules():
-            if isinstance(module, Metric) and module.dist_sync_fn is None:
-                module.dist_sync_fn = self._gather_metric
+        if self.group is not None:
+            lightning_metrics.Exchange(self.group.gather_bytes).attach(self.lightning_module)
 
     def _setup_evaluation(self, trainer: Trainer) -> None:
         """As DDPStrategy.setup without gradients, but the broadcast of the state has no root that must live."""
@@ -600,9 +599,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         if self.group is None or not is_world or (sync_grads and torch.is_grad_enabled()):
             return super().all_gather(tensor, group, sync_grads)
         return torch.stack(self._gather(tensor))
-
-    def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return self._gather(tensor)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         assert self.group is not None

@@ -45,6 +45,7 @@ def check_run(job: jobs.Job, num: int, survivors: set[str], case: str = "adamw")
         for line in job.records(member):
             if line["event"] == "validated" and line["step"]:
                 assert line["metrics"]["val_index"] == INDEX_SUM, f"{line}: each sample is in a metric once"
+                assert line["metrics"]["val_seen"] == INDEX_SUM, f"{line}: in a list as in a sum"
         for line in batches[member]:
             assert hashes.setdefault(line["step"], line["hash"]) == line["hash"], f"{member} differs at {line}"
     assert len({len(batches[member]) for member in survivors}) == 1
@@ -268,6 +269,33 @@ def test_what_the_dead_had_evaluated_is_evaluated_by_the_others(tmp_path: pathli
         assert event["num_samples"] == 30 + 40, "the share of the second has grown by that of the first"
         validated = [line for line in job.records("0/1") if line["event"] == "validated"]
         assert validated[-1]["metrics"]["val_index"] == INDEX_SUM
+
+
+def test_deaths_inside_the_sync_of_a_metric_leave_no_trace(tmp_path: pathlib.Path) -> None:
+    """Whoever dies between two metrics, or while these are put together anew: the others do its share, and begin again.
+
+    Each sample is once in a list state, a sum state and a logged sum: all of them are of the same ranks. The monitor of
+    each rank that is left has seen both recoveries, and rank 0's as the event log has them.
+    """
+    program = ["lightning_fit.py", "--devices", "4", "--epochs", "1", "--monitor"]
+    # Two of the sanity check, the accuracy, what was seen: there the first one dies; then both are put together anew.
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/1=gather_bytes.enter@4; 0/2=gather_bytes.enter@6"}
+    with jobs.running_fit(tmp_path, 4, program, faults) as job:
+        check_run(job, 4, {"0/0", "0/3"})
+        (event,) = [event for event in job.events() if event["event"].startswith("evaluation_")]
+        assert (event["event"], event["missing"]) == ("evaluation_redealt", ["0/1", "0/2"]), job.output()
+        validated = [[line for line in job.records(name) if line["event"] == "validated"] for name in ("0/0", "0/3")]
+        assert [line["metrics"] for line in validated[0]] == [line["metrics"] for line in validated[1]]
+        assert validated[0][-1]["metrics"]["val_seen"] == INDEX_SUM
+        (told,), (other,) = [
+            [line for line in job.records(name) if line["event"] == "monitored"] for name in ("0/0", "0/3")
+        ]
+        latencies_s = [event["latency_s"] for event in job.events() if event["event"] == "recovered"]
+        assert (told["recoveries"], other["recoveries"], len(latencies_s)) == (2, 2, 2), job.output()
+        assert told["recovery_latency"] == pytest.approx(sum(latencies_s) / 2)
+        assert 0 < told["goodput"] < 1
+        (path,) = (job.out / "logs/adamw").glob("version_*/metrics.csv")
+        assert {"ft/goodput", "ft/world_size", "loss"} <= set(path.read_text().splitlines()[0].split(","))
 
 
 def test_rank_zero_and_its_successor_die(tmp_path: pathlib.Path) -> None:

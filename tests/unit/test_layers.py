@@ -39,6 +39,7 @@ LAYERS = (
     "lightning_deal",
     "lightning_refresh",
     "lightning_data",
+    "lightning_metrics",
     "lightning_evaluation",
     "promotion",
     "rejoin",

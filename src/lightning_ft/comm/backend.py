@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -31,8 +31,12 @@ from lightning_ft.membership.ids import from_ranges
 
 _NEEDED = ("COORDINATOR", "TOKEN", "MEMBER", "EXPECTED")
 
+Follower = Callable[[str, Mapping[str, Any]], None]
+"""Takes an event's name and fields."""
+
 _ring: Ring | None = None
 _pid = 0
+_followers: list[Follower] = []
 
 
 def progress(doing: str) -> None:
@@ -60,11 +64,31 @@ def report(event: str, **fields: object) -> None:
         event: Its name, `snake_case`.
         fields: Scalars or sequences of them.
     """
+    _tell(event, fields)
     if _ring is None:
         level, sentence = describe(event, fields)
         logging.getLogger("lightning_ft").log(level, "%s", sentence)
     elif not _ring.is_outside and os.getpid() == _pid:
         _ring.report(event, **fields)
+
+
+def follow(follower: Follower) -> None:
+    """Have a function called with each event that this process reports, or that all members know, and its fields.
+
+    It is called in the thread that reports.
+    """
+    _followers.append(follower)
+
+
+def unfollow(follower: Follower) -> None:
+    """Have a function called no more; one that was not is no error."""
+    if follower in _followers:
+        _followers.remove(follower)
+
+
+def _tell(event: str, fields: Mapping[str, object]) -> None:
+    for follower in tuple(_followers):
+        follower(event, fields)
 
 
 def confirm_membership(*, waits_for_coordinator: bool = True) -> None:
@@ -125,6 +149,7 @@ def make_group(options: Any, _: Any = None) -> FaultTolerantProcessGroup:
     ForkGuard(lambda: [found for found in open_sockets() if found.number == client.fileno()])
     _ring, _pid = Ring(client, transport, member, settings, token, is_joiner=is_joiner), os.getpid()
     _ring.on_renumbered.append(_update_rank_table)
+    _ring.follow_reports(_tell)
     _ring.start(expected)
     atexit.register(_leave_at_exit, _ring, os.getpid(), is_joiner=is_joiner)
     sys.excepthook = functools.partial(_crash_at_once, _ring, os.getpid(), sys.excepthook)

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -89,6 +89,10 @@ class Ring:
         client.on_evicted = self._on_evicted
 
     # -- what the group's methods need ------------------------------------------------------------------------------
+
+    def follow_reports(self, follower: Callable[[str, Mapping[str, object]], None]) -> None:
+        """Have a function called with each event that all members know, and its fields."""
+        self._views.on_report = follower
 
     @property
     def activity(self) -> Activity:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from lightning_ft.comm.gloo import GlooTransport, RingBrokenError
 from lightning_ft.comm.live_view import LiveView
@@ -47,6 +47,7 @@ class Views:
         admit: Hands the job's state to those that have joined, at a boundary.
         step: Number of commits that are final here.
         on_lost: Called when this member can't go on, before the error is raised.
+        on_report: Called with an event that all members know, and its fields.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Views:
         self.admit: Callable[[Place, SettlePlan], None] | None = None
         self.step = 0
         self.on_lost: list[Callable[[], None]] = []
+        self.on_report: Callable[[str, Mapping[str, object]], None] = lambda _event, _fields: None
         self._world = world
         self._client = client
         self._transport = transport
@@ -301,19 +303,23 @@ class Views:
         if recovery is None or settled is None:
             return
         self.recovery, view = None, self.view
-        if view.members[0] != self._member:
-            return
         facts = recovery.facts(self._settled_step)
         if joined := [member for member in view.members if recovery.before and member not in recovery.before]:
-            self._client.report("members_admitted", **facts, joined=joined)
+            self.record("members_admitted", **facts, joined=joined)
             return
         is_reduced = settled.kept is Kind.REDUCTION
-        self._client.report(
+        self.record(
             "recovered",
             **facts,
             redone=redone(settled),
             contributors=list(self.members_of(settled.kept_generation) if is_reduced else view.members),
         )
+
+    def record(self, event: str, **fields: object) -> None:
+        """Tell this process what all members know; the first of them puts it into the event log."""
+        self.on_report(event, fields)
+        if self.view.members[0] == self._member:
+            self._client.report(event, **fields)
 
     def _on_suspend(self, generation: int) -> None:
         self._suspended_generation = max(self._suspended_generation, generation)

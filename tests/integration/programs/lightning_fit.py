@@ -3,6 +3,7 @@
     lightning_fit.py OUT [--strategy ft_ddp|ddp] [--devices N] [--num-nodes N] [--case NAME]... [--epochs N]
                      [--workers N] [--logger csv|tensorboard] [--test] [--predict] [--skip-fit] [--hold]
                      [--save-every N] [--resume CHECKPOINT] [--wanted N] [--ahead BYTES]
+                     [--monitor]
 
 Cases train one after the other in the same processes: `adamw`, `batchnorm`, `accumulate`, `manual`, `hook`. Each member
 appends JSON lines to OUT/<node>-<slot>.jsonl; rank 0 saves OUT/<case>.pt. With --hold the batches are slow while ranks
@@ -40,6 +41,29 @@ def dataset(length: int, seed: int) -> TensorDataset:
     return TensorDataset(x, x[:, :4].argmax(dim=1), torch.arange(length))
 
 
+class Seen(torchmetrics.Metric):
+    """Which samples were seen, in a list and in a sum: the sum of their numbers if each was seen once, else -1."""
+
+    indices: list[torch.Tensor]
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("indices", [], dist_reduce_fx="cat")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, indices: torch.Tensor) -> None:
+        """Note the samples of a batch."""
+        self.indices.append(indices)
+        self.count += len(indices)
+
+    def compute(self) -> torch.Tensor:
+        """Compare what the two states say."""
+        seen = torchmetrics.utilities.dim_zero_cat(self.indices)
+        is_whole = seen.unique().numel() == seen.numel() == self.count
+        return seen.sum().float() if is_whole else torch.tensor(-1.0)
+
+
 class Classifier(L.LightningModule):
     """Two layers; `case` chooses what is special."""
 
@@ -50,6 +74,7 @@ class Classifier(L.LightningModule):
         norm = torch.nn.BatchNorm1d(64) if case == "batchnorm" else torch.nn.Identity()
         self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), norm, torch.nn.ReLU(), torch.nn.Linear(64, 4))
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=4)
+        self.seen = Seen()
         self.automatic_optimization = case != "manual"
         self.factor = 1.0
 
@@ -84,6 +109,8 @@ class Classifier(L.LightningModule):
         self.log("val_loss", torch.nn.functional.cross_entropy(logits, y), sync_dist=True)
         self.accuracy(logits, y)
         self.log("val_accuracy", self.accuracy)
+        self.seen.update(index)
+        self.log("val_seen", self.seen)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """As validation."""
@@ -185,6 +212,7 @@ def main() -> None:
     parser.add_argument("--resume")
     parser.add_argument("--ahead", type=int, default=0, help="bytes of the state that a step sends ahead to joiners")
     parser.add_argument("--wanted", type=int, default=0)
+    parser.add_argument("--monitor", action="store_true")
     arguments = parser.parse_args()
     if arguments.ahead:
         from ahead import send_ahead
@@ -201,6 +229,7 @@ def main() -> None:
     for case in arguments.case or ["adamw"]:
         L.seed_everything(7, verbose=False)
         make_logger = CSVLogger if arguments.logger == "csv" else TensorBoardLogger
+        monitor = lightning_ft.FaultToleranceMonitor()
         trainer = L.Trainer(
             strategy=make_strategy(arguments.strategy, case),
             devices=arguments.devices,
@@ -224,6 +253,7 @@ def main() -> None:
                     for number in [arguments.save_every]
                     if number
                 ],
+                *([monitor] if arguments.monitor else []),
             ],
         )
         module = Classifier(case, write)
@@ -236,6 +266,8 @@ def main() -> None:
         )
         if not arguments.skip_fit:
             trainer.fit(module, loader, DataLoader(dataset(120, 2), batch_size=10), ckpt_path=arguments.resume)
+        if arguments.monitor:
+            write(event="monitored", **monitor.values())
         if arguments.test:
             results = trainer.test(module, DataLoader(dataset(120, 3), batch_size=10), verbose=False)
             write(event="tested", case=case, results=results)
