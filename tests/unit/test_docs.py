@@ -47,7 +47,10 @@ def text_of(path: Path) -> str:
 def fences(language: str) -> list[str]:
     """Return what stands in fences of all pages and the README, but for whole files."""
     found = [
-        body for page in (*PAGES.values(), README.read_text()) for name, body in FENCE.findall(page) if name == language
+        body
+        for page in (*PAGES.values(), README.read_text(encoding="utf-8"))
+        for name, body in FENCE.findall(page)
+        if name == language
     ]
     return [body for body in found if not INCLUDE.search(body)]
 

@@ -103,7 +103,8 @@ async def accept(request: web.Request, token: str, timeout_s: float) -> Connecti
         timeout_s: Time after which an unreachable host is noticed.
 
     Raises:
-        web.HTTPException: The token is not the job's (401), or the protocol version is another (426).
+        web.HTTPException: The token is not the job's (401), the protocol version is another (426), or whoever asked has
+            gone meanwhile (400).
     """
     check_token(request, token)
     peer = f"{request.path} from {request.remote}"
@@ -113,6 +114,11 @@ async def accept(request: web.Request, token: str, timeout_s: float) -> Connecti
         logger.warning("refused %s: %s. Use one version of lightning_ft in all processes", peer, reason)
         raise web.HTTPUpgradeRequired(text=reason)
     websocket = web.WebSocketResponse(timeout=CLOSING_TIME_S, max_msg_size=wire.MAX_MESSAGE_BYTES, compress=False)
-    await websocket.prepare(request)
+    try:
+        await websocket.prepare(request)
+    except (
+        ConnectionResetError
+    ):  # on a busy machine it lost patience; it asks again, and aiohttp would show a traceback
+        raise web.HTTPBadRequest(text="the connection is closed") from None
     tune(websocket, timeout_s)
     return Connection(websocket, peer)
