@@ -30,17 +30,12 @@ from lightning_ft.facts import facts_of_module
 from lightning_ft.faultpoints import reach
 from lightning_ft.reduction import CommHook, Commit, GradientReduction, Layout, Part, load_gradients
 
-_LEAVES = 1 << 12
-"""What a commit's word counts for a member that was asked to leave; below it, the requests to stop."""
+_STOPS, _LEAVES, _CLOSED, _ROLLBACKS, _JOINS = (1 << shift for shift in (0, 15, 30, 45, 60))
+"""What a commit's word counts for a member that asks all to stop; that was asked to leave; that a joiner could not take
+everything over from; that wants all to go back to an earlier state; for the first member, if it knows of a joiner."""
 
-_JOINS = 1 << 24
-"""What it counts for a member that knows of a joiner."""
-
-_CLOSED = 1 << 36
-"""What it counts for a member that a joiner could not take everything over from."""
-
-_ROLLBACKS = 1 << 48
-"""What it counts for a member that wants all to go back to an earlier state."""
+_MOST = 1 << 15
+"""So many members are too many to be counted."""
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _GroupBase: Any = dist.ProcessGroup  # torch's stubs know neither Python subclasses nor their methods' plain signatures
@@ -328,9 +323,9 @@ class FaultTolerantDDP(DistributedDataParallel):
         is_leaving = self.is_leave_requested
         self.num_leave_requests = self.num_leave_requests + 1 if is_leaving else 0
         commit = Commit(
-            int(self.is_stop_requested)
+            _STOPS * self.is_stop_requested
             + _LEAVES * is_leaving
-            + _JOINS * ring.is_join_pending
+            + _JOINS * (self._world.rank() == 0 and ring.is_join_pending)
             + _CLOSED * ring.is_closed_to_joiners
             + _ROLLBACKS * self.is_rollback_requested
         )
@@ -341,12 +336,13 @@ class FaultTolerantDDP(DistributedDataParallel):
     def _finish_commit(self, reduction: GradientReduction, commit: Commit) -> None:
         ring = self._world.ring
         ring.finish(self._world.sequence, commit)
-        ring.is_admission_due |= _JOINS <= commit.total < _CLOSED
+        stops, leaves, closed, rollbacks = (
+            commit.total // unit % _MOST for unit in (_STOPS, _LEAVES, _CLOSED, _ROLLBACKS)
+        )
+        ring.is_admission_due |= commit.total >= _JOINS and not closed
         self._reduction = None
         if self.on_commit is not None:
             contributors = ring.members_of(reduction.final_generation)
-            leaves, stops = divmod(commit.total % _JOINS, _LEAVES)
-            rollbacks = commit.total // _ROLLBACKS
             self.on_commit(StepCommit(ring.step - 1, contributors, stops, leaves, rollbacks))
 
     @property

@@ -76,7 +76,6 @@ class Ring:
         self._client = client
         self._transport = transport
         self._lock = threading.RLock()
-        self._num_expected = 0
         self._num_made: dict[str, int] = {}
         self._is_closed = False
         self._views = Views(self.world, client, transport, member)
@@ -132,7 +131,6 @@ class Ring:
         Raises:
             FaultToleranceError: There will be none for this member.
         """
-        self._num_expected = len(expected)
         if self.is_outside:  # not rank 0 whoever it is: it is none yet that writes for all
             others = [member for member in expected if member != self.member]
             self.world.visible = (*others[: max(1, len(expected) - 1)], self.member)
@@ -151,8 +149,9 @@ class Ring:
     @property
     def is_join_pending(self) -> bool:
         """Whether somebody waits to join, and all members should come to the next boundary for it."""
-        return self._client.is_join_pending and (
-            not self._is_pipelined or self._catch_up.is_due(self._views.view.generation)
+        return self._client.needs_joiners or (
+            self._client.is_join_pending
+            and (not self._is_pipelined or self._catch_up.is_due(self._views.view.generation))
         )
 
     @property
@@ -208,13 +207,6 @@ class Ring:
             self._pass_boundary(give, take, own, following)
             self._catch_up.follower = None
         return True
-
-    @property
-    def _is_short_of_members(self) -> bool:
-        """Whether the members are too few to take steps by themselves (C4)."""
-        num_members, most = len(self._views.view.members), self.settings.max_failures
-        is_missing_too_many = most is not None and self._num_expected - num_members > most
-        return num_members < self.settings.min_world_size or is_missing_too_many
 
     def _follow(self, trained: Trained) -> Callable[[], Cargo]:
         host, patience_s = self._transport.host, self._patience_s
@@ -283,10 +275,11 @@ class Ring:
         def decide() -> bytes:
             waiting = [[joiner.host, joiner.store_port] for joiner in self._client.joiners]
             feed = self._catch_up.feed
-            is_urgent = self._is_short_of_members or num_bytes(mine) <= catch_up.SMALL_BYTES
+            is_urgent = self._client.needs_joiners or num_bytes(mine) <= catch_up.SMALL_BYTES
             if is_urgent or (feed is not None and feed.generation == self._views.view.generation and feed.is_over):
                 waiting = []
-            return json.dumps({"admits": bool(self._client.joiners) and not waiting, "joiners": waiting}).encode()
+            is_asked = self._client.needs_joiners or bool(self._client.joiners)
+            return json.dumps({"admits": is_asked and not waiting, "joiners": waiting}).encode()
 
         operation = BroadcastBytes(decide, 0)
         self.run(self.world, operation)

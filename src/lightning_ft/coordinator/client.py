@@ -147,6 +147,11 @@ class MembershipClient:
         return bool(self._enrolment.joiners)
 
     @property
+    def needs_joiners(self) -> bool:
+        """Whether the view has too few members, and is to admit others at its first boundary."""
+        return self._enrolment.needs_joiners
+
+    @property
     def joiners(self) -> tuple[Address, ...]:
         """Where the stores of those listen that wait to be admitted, as the first member was told."""
         return self._enrolment.joiners

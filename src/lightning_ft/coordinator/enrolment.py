@@ -75,6 +75,7 @@ class Enrolment:
         error: Why this member is out of the job; final.
         is_released: Nobody needs this member any more; final.
         joiners: Where those are that wait to be admitted.
+        needs_joiners: As in `effects.CommitView`, of the last view.
         fingerprint: Of what this process trains; None: not known yet.
 
     Invariants: I1 (`view` changes only by whole differences to itself). Threads: the owner's lock.
@@ -92,6 +93,7 @@ class Enrolment:
         self.error: FaultToleranceError | None = None
         self.is_released = False
         self.joiners: tuple[Address, ...] = ()
+        self.needs_joiners = False
         self.fingerprint: Fingerprint | None = None
 
     @property
@@ -211,6 +213,7 @@ class Enrolment:
         self.following = NextView(self.view, message.meeting)
         self.leavers = {}  # whoever is needed once more leaves again, and whoever has come back has not left
         self.joiners = ()
+        self.needs_joiners = message.needs_joiners
         self._num_mismatches = 0
         return (Sever(message.generation),) if self._severed >= message.generation else ()
 

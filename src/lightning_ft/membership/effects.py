@@ -39,6 +39,7 @@ class CommitView:
         joined: Logical ids then appended to it, in order; one that also left is a new process of that name.
         size: How many members the new view has, to check the sum.
         meeting: Address of the first member, at whose store the inner group meets.
+        needs_joiners: Its members are too few, and go on for the sake of joiners that wait (C4a).
     """
 
     member: str
@@ -48,6 +49,7 @@ class CommitView:
     joined: tuple[str, ...]
     size: int
     meeting: Address
+    needs_joiners: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -273,7 +273,8 @@ def _tell_view(turn: Turn, base: int, left: tuple[str, ...], survivors: list[str
     assert meeting is not None, "a parked member said hello"
     size = len(view.members)
     for member in survivors:
-        turn.emit(effects.CommitView(member, view.generation, base, left, joined, size, meeting))
+        is_short = turn.state.needs_joiners
+        turn.emit(effects.CommitView(member, view.generation, base, left, joined, size, meeting, is_short))
     for member in joined:
         turn.emit(effects.CommitView(member, view.generation, None, (), view.members, size, meeting))
 
@@ -283,8 +284,8 @@ def repeat_view(turn: Turn, member: Member) -> None:
     state = turn.state
     meeting = state.members[state.view.members[0]].address
     assert meeting is not None, "a view but the initial one has members that said hello"
-    members = state.view.members
-    turn.emit(effects.CommitView(member.member, state.generation, None, (), members, len(members), meeting))
+    members, is_short = state.view.members, state.needs_joiners
+    turn.emit(effects.CommitView(member.member, state.generation, None, (), members, len(members), meeting, is_short))
 
 
 def announce_joiners(turn: Turn) -> None:

@@ -520,6 +520,7 @@ _SCHEMAS: tuple[_Schema, ...] = (
             "size": read.read_natural,
             "store_host": read.read_name,
             "store_port": read.read_port,
+            "needs_joiners": read.read_flag,
         },
         renamed=_MEETING,
     ),

@@ -456,6 +456,7 @@ def test_too_few_wait_for_others_to_come_back() -> None:
     job.ready(B, 2)
     assert (job.state.view.members, job.state.phase) == ((A,), Phase.HEALTHY)
     assert [effect.member for effect in job.of(effects.AnnounceJoin)] == [A]
+    assert [effect.needs_joiners for effect in job.of(effects.CommitView)] == [True]
     job.park(A, 5, reason="join", admits=True)
     assert job.state.view.members == (A, B)
     assert not job.state.needs_joiners, "they are there"
