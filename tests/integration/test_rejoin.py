@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+import psutil
 import pytest
 import torch
 
@@ -108,9 +109,12 @@ def test_whoever_can_not_join_stays_away(tmp_path: pathlib.Path) -> None:
 
 def test_whoever_comes_too_late_is_ended(tmp_path: pathlib.Path) -> None:
     """The job's end does not wait for a process that starts still."""
-    with jobs.running(
-        tmp_path, 3, ["plain_loop.py", "20"], RESPAWN | {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@18"}
-    ) as job:
+    program = ["plain_loop.py", "20", "--hold", "19"]
+    with jobs.running(tmp_path, 3, program, RESPAWN | {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@18"}) as job:
+        job.wait_until(lambda: any(event["event"] == "member_exited" for event in job.events()))
+        children = psutil.Process(job.process.pid).children
+        job.wait_until(lambda: len(children()) == 4)  # with the coordinator: it was started again
+        (job.out / "go-19").touch()
         assert job.finish() == 0, job.output()
         assert "[0/1] process" in job.output()
         assert "is ended: the job ended before it joined" in job.output()
