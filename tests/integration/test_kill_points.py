@@ -147,10 +147,12 @@ def test_kill_at_every_point(tmp_path: pathlib.Path, seed: int, kind: int) -> No
     """Whoever dies wherever, the survivors finish that step, and train as if alone with those who contributed."""
     faults, options = _faults(seed)[kind], dict(KINDS[kind])
     members = MEMBERS[: len(faults) + 1]
-    program = ["plain_loop.py", "90", "--sync-every", "1", *_flags(options)]
+    # In double precision: AdamW makes much of the rounding of gradients that are nearly zero.
+    program = ["plain_loop.py", "90", "--double", "--sync-every", "1", *_flags(options)]
     with jobs.running(tmp_path, len(members), program, {"LIGHTNING_FT_FAIL_AT": "; ".join(faults)}) as job:
         options.pop("bucket-view", None)
-        check_job(job, 90, set(members) - {fault.partition("=")[0] for fault in faults}, members, **options)
+        survivors = set(members) - {fault.partition("=")[0] for fault in faults}
+        check_job(job, 90, survivors, members, dtype=torch.float64, **options)
 
 
 def _flags(options: dict[str, object]) -> list[str]:

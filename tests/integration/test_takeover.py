@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import time
 from typing import Any
 
 import psutil
@@ -58,14 +59,18 @@ def check(nodes: list[jobs.Job], lost: set[str]) -> None:
 
 def test_first_node_dies_and_then_its_successor(tmp_path: pathlib.Path) -> None:
     """Of four nodes, the one with the coordinator is killed; then the one that has taken its place."""
-    program = ["plain_loop.py", str(NUM_STEPS), "--width", "16"]
+    program = ["plain_loop.py", str(NUM_STEPS), "--width", "16", "--hold", "100"]
     with networks.hosts(4) as hosts, jobs.running_on(tmp_path, hosts, 1, program, SETTINGS) as nodes:
         job = nodes[-1]
         job.wait_until(lambda: len(job.records("3/0")) > 20)
         kill_node(nodes[0])
         job.wait_until(lambda: len(told(job, "failure_detected")) == 1)
         go_on(job, "3/0")
+        (restarted,) = told(job, "coordinator_restarted")
+        silence_s = float(SETTINGS["LIGHTNING_FT_HEARTBEAT_TIMEOUT"])
+        job.wait_until(lambda: time.time() > restarted["time"] + silence_s)  # by then the lost node is no replica
         kill_node(nodes[1])
+        (tmp_path / "go-100").touch()
         job.wait_until(lambda: len(told(job, "failure_detected")) == 2)
         check(nodes, {"0/0", "1/0"})
         assert len(told(job, "coordinator_restarted")) == 2, job.output()

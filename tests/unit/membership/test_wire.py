@@ -194,6 +194,8 @@ def test_malformed_texts(text: str, problem: str) -> None:
         ({"type": "agent_hello", "node": 0, "incarnations": []}, wire.FROM_AGENT, "expected an object"),
         ({"type": "entry", "term": 1, "number": 1, "before": 0}, wire.FROM_AGENT, "a list of integers"),
         ({"type": "standbys", "endpoints": "a:1"}, wire.TO_MEMBER, "a list of strings"),
+        ({"type": "join_pending", "reason": "", "addresses": ["h:1"]}, wire.TO_MEMBER, "a list of objects"),
+        ({"type": "join_pending", "reason": "", "addresses": [{"host": "h"}]}, wire.TO_MEMBER, "host and store_port"),
         (
             {"type": "exited", "member": "0/1", "incarnation": 1, "status": True, "detail": ""},
             wire.FROM_AGENT,
