@@ -18,11 +18,13 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader
 from torchmetrics import Metric
 
 from lightning_ft import lightning_metrics
 from lightning_ft.comm.backend import progress
+from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.data.cursor import Member, Ranges
 from lightning_ft.data.evaluation import EvaluationShares
 from lightning_ft.data.sampler import ElasticDistributedSampler
@@ -174,3 +176,39 @@ class CompleteEvaluations:
         for metric, state in zip(found, states, strict=True):
             for name, value in state.items():
                 setattr(metric, name, value)
+
+
+class EvaluationReports:
+    """Says, in the log and to the user, which members' shares an evaluation lacks or was dealt again.
+
+    Args:
+        group: Of all members; None: nobody is lost.
+    """
+
+    def __init__(self, group: FaultTolerantProcessGroup | None) -> None:
+        self._group = group
+        self._evaluated_by: tuple[str, ...] = ()
+
+    def on_dealt(self) -> None:
+        """Data are dealt among those that are here now."""
+        self._evaluated_by = () if self._group is None else self._group.members
+
+    def on_complete(self, stage: str, missing: list[Member], num_samples: int) -> None:
+        """All that was dealt has been evaluated by whoever is here."""
+        self.on_dealt()
+        if missing and self._group is not None and self._group.rank() == 0:
+            self._group.ring.report("evaluation_redealt", stage=stage, missing=missing, num_samples=num_samples)
+
+    def on_evaluated(self, stage: str) -> None:
+        """Say what the dead have left out: the share of a member that went is in no result."""
+        progress(f"the end of the {stage}")
+        if self._group is None or self._group.members == self._evaluated_by:
+            return
+        missing = [member for member in self._evaluated_by if member not in self._group.members]
+        coverage = 1 - len(missing) / len(self._evaluated_by)
+        if self._group.rank() == 0:
+            self._group.ring.report("evaluation_incomplete", stage=stage, coverage=round(coverage, 6), missing=missing)
+        rank_zero_warn(
+            f"The results of this {stage} cover {coverage:.1%} of the data: {', '.join(missing)} died during it, and "
+            "what they had to evaluate was not evaluated."
+        )

@@ -6,14 +6,12 @@ import contextlib
 import datetime
 import inspect
 import io
-import logging
 import pathlib
 import pickle
 import signal
 import struct
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,33 +23,23 @@ from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precisio
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_ft import lightning_data, lightning_deal, lightning_internals, lightning_metrics, promotion, rejoin
+from lightning_ft import lightning_deal, lightning_internals, lightning_metrics, promotion
+from lightning_ft.boundary import Boundary
 from lightning_ft.child import watch_agent
 from lightning_ft.comm.backend import confirm_membership, progress, starts_late
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
-from lightning_ft.comm.replay import Trained
-from lightning_ft.comm.transfer import State
-from lightning_ft.config import EXACT, KEEP_GLOBAL_BATCH, Settings
-from lightning_ft.coordinator.fingerprint import Fact, Fingerprint
+from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
-from lightning_ft.facts import facts_of_module, facts_of_optimizer, facts_of_script
 from lightning_ft.faultpoints import reach
 from lightning_ft.launch.launcher import AgentLauncher, member_environment
 from lightning_ft.lightning_checkpoints import DeltaCheckpointIO
-from lightning_ft.lightning_evaluation import CompleteEvaluations
+from lightning_ft.lightning_evaluation import CompleteEvaluations, EvaluationReports
 from lightning_ft.lightning_refresh import DataRefresher
-from lightning_ft.resize import Resize
 from lightning_ft.stopping import Stopping
-
-if TYPE_CHECKING:
-    from lightning_ft.rollback import Rollback
-
-_log = logging.getLogger("lightning_ft")
 
 
 class FaultTolerantDDPStrategy(DDPStrategy):
@@ -97,8 +85,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
     """
 
     strategy_name = "ft_ddp"
-    num_fits = 0
-    """How many fits this process has begun, with whichever Trainer."""
 
     def __init__(  # noqa: PLR0917 - Lightning's own order
         self,
@@ -179,9 +165,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         )
         self._trainer: Trainer | None = None
         self._data: DataRefresher | None = None
-        self._epoch_data: lightning_data.EpochData | None = None
-        self._resize: Resize | None = None
-        self._rollback: Rollback | None = None
+        self._boundary: Boundary | None = None
         self._is_promoted = False
         self._stopping = Stopping(
             self,
@@ -190,9 +174,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             depart=self._depart,
             agree=self._agree_on_requeue,
         )
-        self._evaluated_by: tuple[str, ...] = ()
-        self._fit_described = 0
-        self._num_sanity_val_steps: float = 0
 
     # -- who is in it -----------------------------------------------------------------------------------------------
 
@@ -277,39 +258,33 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             super().setup(trainer)
             return
         self._trainer = trainer
-        if self._data is None:
-            lightning_deal.use_elastic_samplers()
-            self._data = DataRefresher(trainer, self._on_dealt, self._on_evaluated)
-            self._epoch_data = lightning_data.EpochData(
-                trainer,
-                keeps_global_batch=self.settings.on_resize == KEEP_GLOBAL_BATCH,
-                is_exact=self.settings.uneven == EXACT,
-            )
-            self._resize = Resize(trainer, self.settings.on_resize)
-            if self.group is not None:
-                lightning_metrics.watch_results(trainer, lambda: self._group_members)
-                CompleteEvaluations(trainer, lambda: self._group_members, self.barrier, self._on_complete)
-            lightning_internals.around_each_batch(trainer, self._before_batch, self._epoch_data.after_batch)
-            lightning_internals.take_stop_signals(trainer, self._stopping)
-            # Whoever has no DeltaCheckpoint needs no Blosc2, which takes half a second to load.
-            if self.group is not None and "lightning_ft.delta_checkpoint" in sys.modules:
-                from lightning_ft.rollback import Rollback
-
-                self._rollback = Rollback.of(trainer, self.group, self._give, self._go_back)
+        if self._boundary is None:
+            self._boundary = self._adapt(trainer)
         promotion.prepare(trainer, self.broadcast)
         self._tell_log_directory(trainer)
-        if self._is_outside:
-            rejoin.check_able(trainer)  # before it does again what others do
-            self._num_sanity_val_steps = trainer.num_sanity_val_steps
-            trainer.num_sanity_val_steps = 0
+        self._boundary.prepare_to_join()
         if trainer.state.fn == TrainerFn.FITTING:
-            FaultTolerantDDPStrategy.num_fits += 1
+            Boundary.num_fits += 1
             super().setup(trainer)
         else:
             self._setup_evaluation(trainer)
         assert self.lightning_module is not None
         if self.group is not None:
             lightning_metrics.Exchange(self.group.gather_bytes).attach(self.lightning_module)
+
+    def _adapt(self, trainer: Trainer) -> Boundary:
+        """Have a Trainer's loops follow the members, from its first fit or evaluation on."""
+        group = self.group
+        lightning_deal.use_elastic_samplers()
+        reports = EvaluationReports(group)
+        self._data = DataRefresher(trainer, reports.on_dealt, reports.on_evaluated)
+        lightning_internals.take_stop_signals(trainer, self._stopping)  # before what goes back, which is asked first
+        boundary = Boundary(trainer, group, self.settings, on_joined=self._data.ranks_changed)
+        if group is not None:
+            lightning_metrics.watch_results(trainer, lambda: group.members)
+            CompleteEvaluations(trainer, lambda: group.members, self.barrier, reports.on_complete)
+        lightning_internals.around_each_batch(trainer, boundary.before_batch, boundary.after_batch)
+        return boundary
 
     def _setup_evaluation(self, trainer: Trainer) -> None:
         """As DDPStrategy.setup without gradients, but the broadcast of the state has no root that must live."""
@@ -383,15 +358,15 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with _doing("training_step"), contextlib.nullcontext() if self._rollback is None else self._rollback.catching():
+        with _doing("training_step"), contextlib.nullcontext() if self._boundary is None else self._boundary.catching():
             return super().training_step(*args, **kwargs)
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if self._epoch_data is not None and self._epoch_data.weight != 1.0:
-            closure_loss = closure_loss * self._epoch_data.weight
+        if self._boundary is not None and self._boundary.weight != 1.0:
+            closure_loss = closure_loss * self._boundary.weight
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -410,99 +385,15 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     def _on_commit(self, commit: StepCommit) -> None:
         self._stopping.on_commit(commit)
-        if self._rollback is not None:
-            self._rollback.on_commit(commit)
-        if self._epoch_data is not None:
-            self._epoch_data.on_commit(commit.contributors)
+        if self._boundary is not None:
+            self._boundary.on_commit(commit)
 
-    # -- coming back ------------------------------------------------------------------------------------------------
+    # -- coming and leaving -------------------------------------------------------------------------------------------
 
     @property
     def is_member(self) -> bool:
         """Whether this process is no joiner that waits still."""
         return self.group is None or self.group.ring.was_admitted
-
-    @property
-    def _is_outside(self) -> bool:
-        return self.group is not None and self.group.ring.is_outside
-
-    def _before_batch(self) -> None:
-        """Let those join that wait; in a process that was started while the job ran, join before the first batch."""
-        assert self._epoch_data is not None
-        if self.group is not None and self._fit_described != self.num_fits:
-            self._fit_described = self.num_fits
-            self.group.ring.describe(Fingerprint(self._facts()))
-        if self._is_outside:
-            self._join()
-        elif self.group is not None:
-            ring = self.group.ring
-            can_admit = ring.is_admission_due and self._epoch_data.is_at_boundary
-            ring.boundary(self._give, self._take, self._trained, can_admit=can_admit)
-        self._epoch_data.before_batch()
-        if self.group is not None and self._resize is not None:
-            self._resize.tell(self.group.members)
-        if self._rollback is not None:
-            self._rollback.before_batch()
-
-    def _facts(self) -> Iterator[Fact]:
-        assert self.lightning_module is not None
-        yield "the fit", "its number in the script", str(self.num_fits)
-        yield from facts_of_module(self.lightning_module)
-        for index, optimizer in enumerate(self.optimizers):
-            yield from facts_of_optimizer(str(index), getattr(optimizer, "optimizer", optimizer))
-        yield from facts_of_script()
-
-    def _join(self) -> None:
-        assert self.group is not None
-        if not self.group.ring.join(self._give, self._take, self._trained):
-            raise SystemExit(0)  # all the others have ended
-        assert self._trainer is not None
-        self._trainer.num_sanity_val_steps = self._num_sanity_val_steps
-        if self._data is not None:
-            self._data.ranks_changed()
-        if self._epoch_data is not None:
-            self._epoch_data.joined()
-
-    def _trained(self) -> Trained:
-        assert self._trainer is not None
-        return rejoin.trained(self._trainer)
-
-    def _give(self) -> State:
-        assert self._trainer is not None
-        assert self._epoch_data is not None
-        state = rejoin.dump(self._trainer, self._epoch_data.state())
-        assert self._resize is not None
-        return State(state.replicated, (self.num_fits, self._resize.told, state.own))
-
-    def _take(self, state: State) -> None:
-        num_fits, told, own = state.own
-        assert self.group is not None
-        assert self._resize is not None
-        assert self._trainer is not None
-        assert self._epoch_data is not None
-        if num_fits != self.num_fits:
-            raise ValueError(f"the job is in its fit number {num_fits}, this process in number {self.num_fits}")
-        with self.group.ring.outside():
-            rejoin.begin_epoch(self._trainer, State(state.replicated, own))
-        self._restore(State(state.replicated, own))
-        self._resize.told = told
-        promotion.forget(self._trainer)
-
-    def _restore(self, state: State) -> None:
-        assert self._trainer is not None
-        assert self._epoch_data is not None
-        self._epoch_data.load(rejoin.restore(self._trainer, state))
-
-    def _go_back(self, state: State) -> None:
-        """As those who join, but all at once, and with the members and the rates that there are now."""
-        assert self._trainer is not None
-        assert self._epoch_data is not None
-        _, told, own = state.own
-        rejoin.begin_epoch(self._trainer, State(state.replicated, own))
-        self._restore(State(state.replicated, own))
-        if self._resize is not None:
-            self._resize.told = told  # learning rates are those of the members that there were
-        self._epoch_data.joined()
 
     def _agree_on_requeue(self, own: signal.Signals | None) -> signal.Signals | None:
         """All ranks save, and SLURM starts the job again, if any rank stops for that."""
@@ -554,33 +445,6 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         reach("evaluation.batch")
         with _doing("predict_step"):
             return super().predict_step(*args, **kwargs)
-
-    @property
-    def _group_members(self) -> tuple[str, ...]:
-        return () if self.group is None else self.group.members
-
-    def _on_dealt(self) -> None:
-        self._evaluated_by = self._group_members
-
-    def _on_complete(self, stage: str, missing: list[str | int], num_samples: int) -> None:
-        """All that was dealt has been evaluated by whoever is here."""
-        self._evaluated_by = self._group_members
-        if missing and self.group is not None and self.is_global_zero:
-            self.group.ring.report("evaluation_redealt", stage=stage, missing=missing, num_samples=num_samples)
-
-    def _on_evaluated(self, stage: str) -> None:
-        """Say what the dead have left out: the share of a member that went is in no result."""
-        progress(f"the end of the {stage}")
-        if self.group is None or self.group.members == self._evaluated_by:
-            return
-        missing = [member for member in self._evaluated_by if member not in self.group.members]
-        coverage = 1 - len(missing) / len(self._evaluated_by)
-        if self.is_global_zero:
-            self.group.ring.report("evaluation_incomplete", stage=stage, coverage=round(coverage, 6), missing=missing)
-        rank_zero_warn(
-            f"The results of this {stage} cover {coverage:.1%} of the data: {', '.join(missing)} died during it, and "
-            "what they had to evaluate was not evaluated."
-        )
 
     # -- collectives that don't depend on who is in it ---------------------------------------------------------------
 

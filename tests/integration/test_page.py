@@ -12,7 +12,7 @@ from logs import busy
 from PIL import Image
 
 from lightning_ft.cli import main
-from lightning_ft.history import histories
+from lightning_ft.history.fold import histories
 from lightning_ft.page.facts import facts
 from lightning_ft.page.key import key_of
 from lightning_ft.page.render import page

@@ -11,7 +11,8 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import example, given
 
-from lightning_ft.history import PHASES, History, MemberState, Outcome, histories
+from lightning_ft.history.fold import add, histories
+from lightning_ft.history.state import PHASES, History, MemberState, Outcome
 
 IDS = ("0/0", "0/1", "1/0", "1/1")
 
@@ -89,7 +90,7 @@ def fold(events: Sequence[dict[str, Any] | str | bytes]) -> History:
     """Fold events, or lines."""
     history = History()
     for event in events:
-        history.add(json.dumps(event) if isinstance(event, dict) else event)
+        add(history, json.dumps(event) if isinstance(event, dict) else event)
     return history
 
 

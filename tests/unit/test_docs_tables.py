@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 
 import lightning_ft
-from lightning_ft import history
 from lightning_ft.comm.recovery import Recovery
 from lightning_ft.config import ENV_PREFIX, Settings
+from lightning_ft.history import fold
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -89,5 +89,5 @@ def test_fault_points_are_those_of_the_code() -> None:
 
 def test_history_knows_each_event() -> None:
     """A new event is folded into the history, or said to change nothing there."""
-    assert set(history.HANDLERS) | history.ONLY_TOLD == emitted().keys()
-    assert not set(history.HANDLERS) & history.ONLY_TOLD
+    assert set(fold.HANDLERS) | fold.ONLY_TOLD == emitted().keys()
+    assert not set(fold.HANDLERS) & fold.ONLY_TOLD

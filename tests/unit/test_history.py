@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from lightning_ft.history import Checkpoint, History, MemberState, Outcome, histories
+from lightning_ft.history.fold import add, histories
+from lightning_ft.history.state import Checkpoint, History, MemberState, Outcome
 
 STORY = """
 0 job_started members=0/0,0/1,1/0 g0
@@ -98,7 +99,7 @@ def test_goodput_counts_the_time_in_which_the_job_made_progress(history: History
 def test_add_returns_the_incident_that_a_line_ends() -> None:
     """Whoever counts incidents hears of each once, when it is over."""
     history = History()
-    ended = [incident for line in lines() if (incident := history.add(line)) is not None]
+    ended = [incident for line in lines() if (incident := add(history, line)) is not None]
     assert ended == history.incidents
 
 
@@ -106,7 +107,7 @@ def test_an_incident_goes_on_until_training_does() -> None:
     """A job that waits says since when and for what."""
     history = History()
     for line in lines()[:8]:
-        history.add(line)
+        add(history, line)
     assert history.incident is history.incidents[0]
     assert history.incident.duration_s(60) == 15
     assert history.members["0/0"].state is MemberState.LOST

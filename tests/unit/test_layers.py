@@ -48,6 +48,7 @@ LAYERS = (
     "delta_modes",
     "delta_checkpoint",
     "rollback",
+    "boundary",
     "launch",
     "strategy",
     "callbacks",

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ft.cli.common import EXIT_OK, CommandError, add_command, add_json, positive, print_json
-from lightning_ft.history import History, histories
+from lightning_ft.history.fold import histories
+from lightning_ft.history.state import History
 
 _EXAMPLES = """
 lightning-ft report lightning_logs/version_0/ft_events.jsonl                # as text

@@ -15,7 +15,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lightning_ft.history import PHASES, History, Incident, Outcome
+from lightning_ft.history import fold
+from lightning_ft.history.state import PHASES, History, Incident, Outcome
 from lightning_ft.membership.effects import Cause
 
 RECOVERY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -142,7 +143,7 @@ class JobMetrics:
     def add(self, line: str | bytes) -> None:
         """Take a line of the event log in; one that is damaged counts in `history` alone."""
         num_damaged = self.history.num_damaged
-        ended = self.history.add(line)
+        ended = fold.add(self.history, line)
         if self.history.num_damaged > num_damaged:
             return
         event: dict[str, Any] = json.loads(line)

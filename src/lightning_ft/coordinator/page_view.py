@@ -19,7 +19,9 @@ from aiohttp import web
 
 from lightning_ft.config import Settings
 from lightning_ft.event_log import EventLog
-from lightning_ft.history import History, is_start
+from lightning_ft.history import fold
+from lightning_ft.history.lines import is_start
+from lightning_ft.history.state import History
 from lightning_ft.page.facts import facts
 from lightning_ft.page.key import key_of
 from lightning_ft.page.render import as_text, entrance, page, policy
@@ -61,7 +63,7 @@ class HistoryReader:
         if path is None:  # there is no file (yet): all that there is waits to be written
             history = History()
             for text in self._event_log.unwritten():
-                history.add(text)
+                fold.add(history, text)
             return history, 0
         if path != self._path:
             self._path, self._read_bytes, self._history, self._earlier_runs = path, 0, History(), 0
@@ -81,7 +83,7 @@ class HistoryReader:
         if is_start(line) and self._history.num_events:
             self._history = History()
             self._earlier_runs += 1
-        self._history.add(line)
+        fold.add(self._history, line)
 
 
 class PageView:

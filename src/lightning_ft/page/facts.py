@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_ft.history import History, Incident, Member, MemberState, Outcome
+from lightning_ft.history.state import History, Incident, Member, MemberState, Outcome
 
 VERSION = 1
 """Of the facts. The page that is open in a browser loads itself anew when it changes."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from lightning_ft.history import PHASES, History
+from lightning_ft.history.state import PHASES, History
 from lightning_ft.page.facts import duration
 
 _SCALE = 2

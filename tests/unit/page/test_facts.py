@@ -9,7 +9,8 @@ from logs import Log, busy
 
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.status_view import job_status
-from lightning_ft.history import MAX_SENTENCES, History, histories
+from lightning_ft.history.fold import histories
+from lightning_ft.history.state import MAX_SENTENCES, History
 from lightning_ft.membership import events, machine, state
 from lightning_ft.membership.events import Address
 from lightning_ft.page.facts import MAX_INCIDENTS, duration, facts, in_words

@@ -12,7 +12,7 @@ import re
 import pytest
 from logs import Log, busy
 
-from lightning_ft.history import histories
+from lightning_ft.history.fold import histories
 from lightning_ft.page.facts import facts
 from lightning_ft.page.render import as_text, page, policy
 
