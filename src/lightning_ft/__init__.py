@@ -23,6 +23,7 @@ from lightning_ft.errors import (
     QuorumLostError,
     RepeatedFailureError,
     StaleWriterError,
+    StopRequested,
     StoreError,
     UnsupportedCheckpointError,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "Settings",
     "StaleWriterError",
     "StepCommit",
+    "StopRequested",
     "StoreError",
     "UnsupportedCheckpointError",
     "ft_ddp",

@@ -119,6 +119,7 @@ class FaultTolerantDDP(DistributedDataParallel):
 
     Attributes:
         on_commit: Called with the StepCommit at the end of each backward that reduces.
+        commit_followers: The same, called before; for what is not the loop's own.
         is_stop_requested: Set to ask all members, with the next commit, to stop.
         is_leave_requested: Set to tell all members, with the next commit, that this one was asked to leave.
         num_leave_requests: How many commits in a row have said so.
@@ -140,6 +141,7 @@ class FaultTolerantDDP(DistributedDataParallel):
         _check_supported(module, kwargs)
         is_synced = kwargs.pop("init_sync", True)
         self.on_commit: Callable[[StepCommit], None] | None = None
+        self.commit_followers: list[Callable[[StepCommit], None]] = []
         self.is_stop_requested = self.is_leave_requested = False
         self.num_leave_requests = 0
         self.is_rollback_requested = False
@@ -341,9 +343,10 @@ class FaultTolerantDDP(DistributedDataParallel):
         )
         ring.is_admission_due |= commit.total >= _JOINS and not closed
         self._reduction = None
-        if self.on_commit is not None:
-            contributors = ring.members_of(reduction.final_generation)
-            self.on_commit(StepCommit(ring.step - 1, contributors, stops, leaves, rollbacks))
+        contributors = ring.members_of(reduction.final_generation)
+        told = StepCommit(ring.step - 1, contributors, stops, leaves, rollbacks)
+        for follower in (*self.commit_followers, *([] if self.on_commit is None else [self.on_commit])):
+            follower(told)
 
     @property
     def bucket_order(self) -> list[Tensor]:

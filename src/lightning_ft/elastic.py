@@ -14,8 +14,9 @@ from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.replay import Trained
 from lightning_ft.comm.transfer import State
 from lightning_ft.coordinator.fingerprint import Fact, Fingerprint
-from lightning_ft.errors import LaunchError
+from lightning_ft.errors import LaunchError, StopRequested
 from lightning_ft.facts import facts_of_module, facts_of_optimizer, facts_of_script, name_of_class
+from lightning_ft.stopping import Stopping, heed_signals
 
 
 class ElasticState:
@@ -36,19 +37,23 @@ class ElasticState:
             state.step += 1
     """
 
-    __slots__ = ("__dict__", "_is_described")
+    __slots__ = ("__dict__", "_is_described", "_stopping")
 
     def __init__(self, **parts: Any) -> None:
         self._is_described = False
+        self._stopping: Stopping | None = None
         self.__dict__.update(parts)
 
     def boundary(self) -> None:
-        """Let those join that wait for it; a process that was started while the job ran joins here itself.
+        """Let others join or leave; a process that was started while the job ran joins here itself.
 
-        All ranks must call it at the same place of the loop, between two steps.
+        All ranks must call it at the same place of the loop, between two steps. If a part is an `ft_ddp` model and
+        SIGTERM has no handler yet, the first call gives it one: a rank that gets it leaves at a boundary, and the
+        others go on; if all do, or too few would stay, all stop at the same one.
 
         Raises:
-            SystemExit: The job ended in peace before this process could join.
+            StopRequested: All ranks stop here.
+            SystemExit: This rank leaves here, or the job ended in peace before it could join.
             FaultToleranceError: This process was not admitted, or can't go on.
         """
         world = dist.group.WORLD
@@ -58,6 +63,9 @@ class ElasticState:
         if not self._is_described:
             self._is_described = True
             ring.describe(Fingerprint(self._facts()))
+            self._stopping = heed_signals(self.__dict__.values(), ring)
+        if self._stopping is not None and self._stopping.reason() is not None:
+            raise StopRequested
         if ring.is_outside:
             if not ring.join(self._give, self._take, self._trained):
                 raise SystemExit(0)

@@ -18,11 +18,14 @@ Exception
         ├── UnsupportedCheckpointError   a newer program wrote it (use that), or it needs pickle (say so)
         └── CheckpointNotFoundError  there is none, or none that is intact
 ValueError                       a setting is wrong; raised before anything is started
+SystemExit
+└── StopRequested                all ranks were asked to stop, and do so at the same boundary (save, raise it again)
 ```
 """
 
 from __future__ import annotations
 
+import signal
 import traceback
 
 
@@ -137,6 +140,16 @@ class UnsupportedCheckpointError(CheckpointError):
 
 class CheckpointNotFoundError(CheckpointError):
     """There is no checkpoint, or none that is intact; the message names what is damaged."""
+
+
+class StopRequested(SystemExit):
+    """All ranks were asked to stop: `ElasticState.boundary()` raises it on all of them, between the same two steps.
+
+    Save then, and raise it again. Where nobody catches it the process ends with status 143, as after SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
 
 
 def signature_of(error: BaseException) -> str:

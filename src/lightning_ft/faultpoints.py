@@ -3,7 +3,7 @@
 `LIGHTNING_FT_FAIL_AT="0/1=commit.enter@3; 0/0=commit.done@9>recover.confirm:stop"`: member `0/1` is killed the third
 time it reaches `commit.enter`; member `0/0` is stopped (SIGSTOP) the first time that it reaches `recover.confirm` after
 it reached `commit.done` nine times. `0/1#2` is the second process of that member, `0/1` its first. Actions: `kill`
-(default), `stop`, `raise` (RuntimeError), `exit` (sys.exit(1)).
+(default), `stop`, `terminate` (SIGTERM), `raise` (RuntimeError), `exit` (sys.exit(1)).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import re
 import signal
 import sys
 
-_STAGE = r"[\w.]+(?:@\d+)?"
-_ENTRY = re.compile(rf"^(?P<member>[^=]+)=(?P<stages>{_STAGE}(?:>{_STAGE})*)(?::(?P<action>kill|stop|raise|exit))?$")
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
+_STAGE, _ACTION = r"[\w.]+(?:@\d+)?", "|".join([*_SIGNALS, "raise", "exit"])
+_ENTRY = re.compile(rf"^(?P<member>[^=]+)=(?P<stages>{_STAGE}(?:>{_STAGE})*)(?::(?P<action>{_ACTION}))?$")
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,4 +79,4 @@ def _fail(point: str, action: str) -> None:
     if action == "exit":
         sys.exit(1)
     print(f"fault placed at {point}: {action}", file=sys.stderr, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+    os.kill(os.getpid(), _SIGNALS[action])

@@ -1,12 +1,18 @@
-"""Which ranks of a fit stop or leave after a signal, and at which step."""
+"""Which ranks of a fit, or of a hand-written loop, stop or leave after a signal, and at which step."""
 
 from __future__ import annotations
 
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
+
+from lightning_ft.comm.ring import Ring
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 
 
@@ -99,3 +105,64 @@ class Stopping:
         """In how many commits this rank has asked to leave."""
         model = self._fit.model
         return model.num_leave_requests if isinstance(model, FaultTolerantDDP) else 0
+
+
+def heed_signals(parts: Iterable[object], ring: Ring) -> Stopping | None:
+    """Have SIGTERM heeded in a hand-written loop, if the program has no handler for it.
+
+    Args:
+        parts: Of the loop's state. The first FaultTolerantDDP among them tells the others.
+        ring: Of this process.
+
+    Returns: What says, at a boundary, that all stop. If this rank alone leaves, asking it ends this process. None:
+        there is no FaultTolerantDDP.
+    """
+    modules = (module for part in parts if isinstance(part, torch.nn.Module) for module in part.modules())
+    model = next((module for module in modules if isinstance(module, FaultTolerantDDP)), None)
+    if model is None:
+        return None
+
+    def depart() -> None:
+        ring.depart()
+        raise SystemExit(0)
+
+    settings = ring.settings
+    stopping = Stopping(_Loop(model, ring), settings.min_world_size, settings.heartbeat_interval, depart)
+    model.commit_followers.append(stopping.on_commit)
+    _OnSigterm.hand_to(stopping)
+    return stopping
+
+
+class _Loop:
+    """What `Stopping` asks about a hand-written loop."""
+
+    def __init__(self, model: FaultTolerantDDP, ring: Ring) -> None:
+        self.model = model
+        self._ring = ring
+
+    @property
+    def is_member(self) -> bool:
+        return dist.is_initialized() and self._ring.was_admitted
+
+
+class _OnSigterm:
+    """Handles SIGTERM for the loop that was the last to begin."""
+
+    def __init__(self, stopping: Stopping) -> None:
+        self._stopping = stopping
+        self._is_received = False
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        self._is_received = True
+        self._stopping.on_signal(signal.Signals(number))
+
+    @classmethod
+    def hand_to(cls, stopping: Stopping) -> None:
+        """Have it noted for this loop from now on, as one that came after the last step of another loop."""
+        handler = signal.getsignal(signal.SIGTERM)
+        if isinstance(handler, cls):
+            handler._stopping = stopping
+            if handler._is_received:
+                stopping.on_signal(signal.SIGTERM)
+        elif handler == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, cls(stopping))  # else it is the user's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import pathlib
+import signal
 
 from tests.integration import jobs
 
@@ -37,19 +38,43 @@ def consumed(job: jobs.Job, num_members: int) -> dict[int, collections.Counter[i
 def check(job: jobs.Job, num_members: int, length: int, num_epochs: int, max_padding: int) -> None:
     """Check that each epoch has consumed each sample once, and some that fill up its end twice."""
     assert job.finish() == 0, job.output()
-    epochs = consumed(job, num_members)
+    check_epochs(consumed(job, num_members), length, num_epochs, max_padding)
+
+
+def check_epochs(epochs: dict[int, collections.Counter[int]], length: int, num_epochs: int, max_padding: int) -> None:
+    """The same, of what was consumed."""
     assert sorted(epochs) == list(range(num_epochs))
     for epoch, counts in epochs.items():
         assert set(counts) == set(range(length)), f"epoch {epoch} lacks {set(range(length)) - set(counts)}"
         assert sum(counts.values()) - length <= max_padding, f"epoch {epoch} repeats {counts.most_common(9)}"
 
 
-def test_the_data_of_the_dead_are_dealt_to_the_others(tmp_path: pathlib.Path) -> None:
-    """4 -> 3 -> 2 ranks over 1003 samples, with workers that draw ahead: in each of two epochs each sample once."""
-    faults = {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@10; 0/0=reduction.issued@30"}
+def test_the_data_of_the_dead_and_of_who_leaves_are_dealt_to_the_others(tmp_path: pathlib.Path) -> None:
+    """4 -> 3 -> 2 ranks over 1003 samples, with workers that draw ahead: in each of two epochs each sample once.
+
+    One dies, then rank 0 gets SIGTERM and leaves at a boundary. Then the others get it: they stop at the same one, and
+    save; 3 ranks go on from there.
+    """
+    asked = "commit.done@31>recover.park>commit.done@20:terminate"
+    faults = f"0/1=reduction.issued@10; 0/0=commit.done@30:terminate; 0/2={asked}; 0/3={asked}"
+    settings = {"LIGHTNING_FT_FAIL_AT": faults, "LIGHTNING_FT_HEARTBEAT_INTERVAL": "0.1"}
     program = ["sampled_loop.py", "1003", "2", "--workers", "2"]
-    with jobs.running(tmp_path, 4, program, faults) as job:
-        check(job, 4, 1003, 2, max_padding=3)
+    with jobs.running(tmp_path / "1", 4, program, settings) as job:
+        assert job.finish() == 128 + signal.SIGTERM, job.output()
+        events = job.events()
+        assert [event["member"] for event in events if event["event"] == "failure_detected"] == ["0/1"], job.output()
+        assert next(event["member"] for event in events if event["event"] == "member_left") == "0/0", job.output()
+        statuses = {event["member"]: event["status"] for event in events if event["event"] == "member_exited"}
+        assert statuses == {"0/0": 0, "0/1": -signal.SIGKILL, "0/2": 143, "0/3": 143}, job.output()
+        stops = [job.records(member)[-1] for member in ("0/2", "0/3")]
+        assert {(line["event"], line["step"]) for line in stops} == {("stopped", stops[0]["step"])}, job.output()
+        epochs = consumed(job, 4)
+    resume = ["--resume", str(tmp_path / "1/saved.pt")]
+    with jobs.running(tmp_path / "2", 3, [*program, *resume]) as job:
+        assert job.finish() == 0, job.output()
+        for epoch, counts in consumed(job, 3).items():
+            epochs[epoch] += counts
+    check_epochs(epochs, 1003, 2, max_padding=3)
 
 
 def test_whoever_comes_back_is_dealt_data_in_the_same_epoch(tmp_path: pathlib.Path) -> None:

@@ -49,6 +49,7 @@ def test_reach_does_nothing_by_default() -> None:
         ("some.point@3", -signal.SIGKILL, 2),
         ("some.point", -signal.SIGKILL, 0),
         ("some.point@2:exit", 1, 1),
+        ("some.point@3:terminate", -signal.SIGTERM, 2),
         ("some.point@4:raise", 1, 3),
         ("some.point@6", 0, 5),
         ("some", 0, 5),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from lightning_ft.ddp import StepCommit
-from lightning_ft.stopping import Stopping
+from lightning_ft.stopping import Stopping, _OnSigterm
 
 
 def _stopping(min_world_size: int = 1) -> Stopping:
@@ -53,3 +55,39 @@ def test_a_stop_is_taken_once() -> None:
     stopping._all_stop, stopping._own_signal = True, signal.SIGINT
     assert stopping.reason() == signal.SIGINT
     assert stopping._own_signal is None
+
+
+@pytest.fixture
+def no_handler() -> Iterator[None]:
+    """SIGTERM is the kernel's, as in a program that has just begun."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+class Noting(Stopping):
+    def __init__(self) -> None:
+        self.noted: list[int] = []
+
+    def on_signal(self, number: signal.Signals) -> None:
+        self.noted.append(number)
+
+
+@pytest.mark.usefixtures("no_handler")
+def test_the_loop_that_runs_is_told_of_sigterm() -> None:
+    """Not the one before it; but what that was told, perhaps after its last step, is no news of the past."""
+    first, second, third = Noting(), Noting(), Noting()
+    _OnSigterm.hand_to(first)
+    _OnSigterm.hand_to(second)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (first.noted, second.noted) == ([], [signal.SIGTERM])
+    _OnSigterm.hand_to(third)
+    assert third.noted == [signal.SIGTERM]
+
+
+@pytest.mark.usefixtures("no_handler")
+def test_a_handler_of_the_users_stays() -> None:
+    """It may ask the model itself."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _OnSigterm.hand_to(Noting())
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
