@@ -4,6 +4,8 @@
 #   make test    all tests
 #   make check   what to run before a commit: format, lint, types, the quick tests
 #   make docs    the documentation as a site, in build/site
+#   make soak    MINUTES=10 of a job under a chaos monkey, then every promise checked from its logs; SEED=n, TASK=language
+#   make bench   all benchmarks, half an hour, into benchmarks/RESULTS.md; ONLY="recovery rejoin" runs these
 #
 # VENV=path puts the virtual environment elsewhere, PYTHON=program makes it with another interpreter,
 # PYTEST_ARGS="..." is passed to pytest.
@@ -11,18 +13,22 @@
 VENV ?= .venv
 PYTHON ?= python3.11
 PYTEST_ARGS ?=
+ONLY ?=
+MINUTES ?= 10
+TASK ?= digits
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for-lightning_ft
 DOCS_STAMP := $(VENV)/.installed-for-docs-of-lightning_ft
+BENCH_STAMP := $(VENV)/.installed-for-benchmarks-of-lightning_ft
 # The constraints hold for every call, so that no range in pyproject.toml ever decides on a version.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo check bench docs lint format types test-quick coverage clean
+.PHONY: help setup test demo check bench soak docs lint format types test-quick coverage clean
 
 help:
-	@sed -n 's/^#  \{0,1\}//p' Makefile | head -9
+	@sed -n 's/^#  \{0,1\}//p' Makefile | head -11
 
 # setuptools: a new environment's own may be too old to build what comes as source alone (antlr4, for Hydra).
 setup: $(STAMP)
@@ -68,10 +74,15 @@ types: setup
 demo: setup
 	$(BIN)/python examples/demo.py
 
-bench: setup
-	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do \
-	    echo "$$script"; $(BIN)/python "$$script"; \
-	done
+bench: $(BENCH_STAMP)
+	$(BIN)/python benchmarks/run.py $(ONLY)
+
+soak: setup
+	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) --task $(TASK) $(if $(SEED),--seed $(SEED))
+
+$(BENCH_STAMP): $(STAMP)
+	$(PIP) --no-build-isolation --editable '.[bench]'
+	@touch $@
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
