@@ -24,6 +24,9 @@ AGENT_PID_VARIABLE = "LIGHTNING_FT_AGENT_PID"
 STACKS_FD_VARIABLE = "LIGHTNING_FT_STACKS_FD"
 """Names a file that the process writes its threads' stacks to when it gets `STACKS_SIGNAL`."""
 
+SPOKESMAN_FD_VARIABLE = "LIGHTNING_FT_SPOKESMAN_FD"
+"""Names the read end of a pipe with one byte in it: whoever takes that shows what all processes of the node have to."""
+
 STACKS_SIGNAL = signal.SIGRTMIN + 10 if hasattr(signal, "SIGRTMIN") else signal.SIGABRT
 
 ORPHAN_STATUS = 128 + signal.SIGKILL
@@ -36,6 +39,7 @@ _PR_SET_PDEATHSIG = 1
 _LAST_LOOK_S = 1.0
 
 _started = threading.Lock()
+_spokesman_fds: list[int] = []
 
 
 def watch_agent() -> bool:
@@ -60,8 +64,21 @@ def watch_agent() -> bool:
     if agent_pid.isdigit() and os.getppid() == int(agent_pid):
         die_with_parent(int(agent_pid))
     threading.Thread(target=_exit_at_hangup, args=(fd,), name="lightning_ft-agent-watch", daemon=True).start()
+    _keep_spokesman_pipe()
     _offer_stacks()
     return True
+
+
+def speaks_for_all() -> bool:
+    """Whether this process, of all that one agent has started, is the first to ask. Without an agent it is."""
+    return not _spokesman_fds or bool(os.read(_spokesman_fds[0], 1))  # nobody writes: it never waits
+
+
+def _keep_spokesman_pipe() -> None:
+    text = os.environ.pop(SPOKESMAN_FD_VARIABLE, "")
+    if text.isdigit() and _is_pipe(int(text)):
+        _spokesman_fds.append(int(text))
+        os.set_inheritable(int(text), False)  # noqa: FBT003  (the standard library's order)
 
 
 def _offer_stacks() -> None:

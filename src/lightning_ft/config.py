@@ -341,6 +341,7 @@ _OTHER_VARIABLES = {
     "INCARNATION",
     "JOIN",
     "MEMBER",
+    "SPOKESMAN_FD",
     "STACKS_FD",
     "STANDBYS",
     "TOKEN",

@@ -24,6 +24,9 @@ logger = logging.getLogger("lightning_ft")
 DEFAULT_NAME = "ft_events.jsonl"
 """File name inside a run's log directory."""
 
+RECOVERIES = ("recovered", "members_admitted")
+"""Events that end an incident. A member may say one twice, with the same fields, if its connection broke since."""
+
 _MAX_BUFFERED = 10_000
 """Lines kept while there is no file yet, or while the disk hangs; the oldest are dropped first and counted."""
 

@@ -374,14 +374,17 @@ def test_replaced_connection_is_not_a_disconnect(stage: Stage, seen: list[events
 
 
 def test_member_finds_a_coordinator_that_was_started_again(stage: Stage) -> None:
-    """The client keeps trying; what was not answered is asked again."""
+    """The client keeps trying; what was not answered is asked again, and the end of an incident told again."""
     first = stage.coordinator(PATIENT, "0/0", "0/1")
     client = stage.client(first, "0/0")
     until(lambda: client.is_connected, "the first coordinator is reached")
+    client.report("recovered", generation=0, latency_s=0.5)
+    until(lambda: first.logged("recovered"), "it is logged")
     first.stop()
     until(lambda: not client.is_connected, "the loss is noticed")
     second = stage.coordinator(PATIENT, "0/0", "0/1", port=first.port)
     assert len(park_all([client, stage.client(second, "0/1")])) == 2
+    until(lambda: second.logged("recovered"), "the next coordinator is told, too")
 
 
 # Refusing.

@@ -71,7 +71,7 @@ def test_the_same_exception_again_and_again_ends_the_job(tmp_path: pathlib.Path)
         assert [member for member, _ in told[:2]] == ["0/1", "0/1"], job.output()
         assert all("RuntimeError: fault placed at commit.done" in exception for _, exception in told[:2])
         (stopped,) = [event for event in job.events() if event["event"] == "job_stopped"]
-        assert "RuntimeError: fault placed at commit.done for the 2. time in a row" in stopped["reason"]
+        assert "RuntimeError: fault placed at commit.done for the 2nd time in a row" in stopped["reason"]
         assert "RepeatedFailureError: the coordinator stopped the job: 0/1 failed with" in job.output()
 
 

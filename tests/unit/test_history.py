@@ -103,6 +103,18 @@ def test_add_returns_the_incident_that_a_line_ends() -> None:
     assert ended == history.incidents
 
 
+def test_a_recovery_that_is_said_again_is_one() -> None:
+    """A member repeats it where the coordinator may have died with it; the history stays as it was."""
+    once, twice = History(), History()
+    for line in lines():
+        add(once, line)
+        add(twice, line)
+        if "latency_s" in line:
+            assert add(twice, json.dumps(json.loads(line) | {"time": json.loads(line)["time"] + 5})) is None
+    assert twice.incidents == once.incidents
+    assert twice.members == once.members
+
+
 def test_an_incident_goes_on_until_training_does() -> None:
     """A job that waits says since when and for what."""
     history = History()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ft.child import CANNOT_JOIN_STATUS, watch_agent
+from lightning_ft.child import CANNOT_JOIN_STATUS, speaks_for_all, watch_agent
 from lightning_ft.comm.gloo import GlooTransport
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.ring import Ring
@@ -25,11 +25,13 @@ from lightning_ft.comm.sockets import ForkGuard, open_sockets
 from lightning_ft.config import Settings
 from lightning_ft.coordinator.channel import reachable_host
 from lightning_ft.coordinator.client import MembershipClient
-from lightning_ft.errors import LaunchError
+from lightning_ft.errors import LaunchError, QuorumLostError, RepeatedFailureError
 from lightning_ft.event_log import describe
 from lightning_ft.membership.ids import from_ranges
 
 _NEEDED = ("COORDINATOR", "TOKEN", "MEMBER", "EXPECTED")
+
+_TOLD_TO_ALL = (QuorumLostError, RepeatedFailureError)
 
 Follower = Callable[[str, Mapping[str, Any]], None]
 """Takes an event's name and fields."""
@@ -164,8 +166,12 @@ def _crash_at_once(  # noqa: PLR0917 - a hook's own order
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Show an uncaught exception, then tell the others: the interpreter may first wait for threads for long."""
-    show(kind, error, trace)
+    """Show an uncaught exception, then tell the others: the interpreter may first wait for threads for long.
+
+    What all members are told, and raise, is shown by one of each node; its agent says how many there were.
+    """
+    if not isinstance(error, _TOLD_TO_ALL) or speaks_for_all():
+        show(kind, error, trace)
     if os.getpid() == pid:
         ring.crash(error)
 

@@ -33,8 +33,8 @@ class AgentClient:
         replica_id: Of what this agent keeps; no other agent has the same, of this node either.
         replica: What this agent keeps of the coordinator's decisions.
         dismissed: Set once nobody needs that any more.
-        stopped: Set once there will be no other view; `is_failed` if not because all members left in peace, `members`
-            the processes of this node, with incarnations, that were members at any time.
+        stopped: Set once there will be no other view, for `reason`; `is_failed` if not because all members left in
+            peace, `members` the processes of this node, with incarnations, that were members at any time.
         ended: Set once the job is over, with `job_status`.
 
     Threads: the event loop's.
@@ -66,6 +66,7 @@ class AgentClient:
         self._is_connected = asyncio.Event()
         self.stopped = asyncio.Event()
         self.is_failed = False
+        self.reason = ""
         self.members: frozenset[tuple[str, int]] = frozenset()
         self.ended = asyncio.Event()
         self.job_status: int | None = None
@@ -186,6 +187,7 @@ class AgentClient:
                 self._on_kill(message.member, message.incarnation, message.reason)
             case wire.JobStopped():
                 self.is_failed, self.members = message.is_failed, frozenset(message.members)
+                self.reason = message.reason
                 self.stopped.set()
             case wire.JobEnded():
                 self.job_status = message.status

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from lightning_ft.coordinator.lease import Lease
 from lightning_ft.coordinator.link import Link
 from lightning_ft.coordinator.patience import Patience
 from lightning_ft.errors import CoordinatorLostError, EvictedError, FaultToleranceError, ProtocolViolationError
+from lightning_ft.event_log import RECOVERIES
 from lightning_ft.membership import effects, events, wire
 from lightning_ft.membership.events import Address
 from lightning_ft.membership.state import View
@@ -98,6 +100,7 @@ class MembershipClient:
         self._sent: events.Parked | events.Leaving | None = None
         self._described: events.Described | None = None
         self._log_directory: str | None = None
+        self._recovery = "", -math.inf
         self._reports: collections.deque[str] = collections.deque(maxlen=_MAX_REPORTS)
         self._link = Link(
             endpoint,
@@ -286,6 +289,8 @@ class MembershipClient:
             if event == "log_directory" and self._log_directory is None:
                 self._log_directory = frame
             self._reports.append(frame)
+            if event in RECOVERIES:
+                self._recovery = frame, time.monotonic()
         self._post(self._send_reports)
 
     def fail(self, exception: str, signature: str = "") -> None:
@@ -387,7 +392,11 @@ class MembershipClient:
                 frames.append(wire.encode(self._sent))
         if self._log_directory is not None:  # the last coordinator may not have kept it
             frames.append(self._log_directory)
-        return [*frames, *self._take_reports()]
+        reports = self._take_reports()
+        frame, said_s = self._recovery
+        if frame not in reports and time.monotonic() - said_s < self._settings.heartbeat_timeout:
+            frames.append(frame)  # it may have died with it, and the incident would never end
+        return [*frames, *reports]
 
     def _heartbeat(self) -> str:
         told = self.activity.told()

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from lightning_ft.event_log import RECOVERIES
 from lightning_ft.history import fold
 from lightning_ft.history.state import PHASES, History, Incident, Outcome
 from lightning_ft.membership.effects import Cause
@@ -148,6 +149,8 @@ class JobMetrics:
             return
         event: dict[str, Any] = json.loads(line)
         name = event["event"]
+        if name in RECOVERIES and ended is None:
+            return  # it was said before
         self.counts[name] += 1
         handler = _HANDLERS.get(name)
         if handler is not None:

@@ -31,7 +31,7 @@ from lightning_ft.coordinator.nodes import Nodes
 from lightning_ft.coordinator.page_view import PageView, address_of
 from lightning_ft.coordinator.probe import Probes
 from lightning_ft.coordinator.status_view import STATUS_PATH, StatusView
-from lightning_ft.event_log import DEFAULT_NAME, EventLog, exception_of
+from lightning_ft.event_log import DEFAULT_NAME, RECOVERIES, EventLog, exception_of
 from lightning_ft.faultpoints import reach
 from lightning_ft.membership import effects, events, state, wire
 from lightning_ft.membership.ids import in_order
@@ -88,6 +88,7 @@ class CoordinatorServer:
         self.status: int | None = None
         self._chronicle = Chronicle(event_log)
         self._pace = Pace()
+        self._recoveries: dict[str, wire.Report] = {}
         self._decisions = Decisions(
             settings, expected_members, event_log, memory=memory, replica=replica or 0, term=term, clock=clock
         )
@@ -404,6 +405,10 @@ class CoordinatorServer:
                 self._event_log.open(f"{fields['path']}/{DEFAULT_NAME}")
                 self._decisions.save()
             return
+        if report.event in RECOVERIES:
+            if self._recoveries.get(report.member) == report:
+                return  # said again, since its connection broke
+            self._recoveries[report.member] = report
         generation = fields.pop("generation", self.generation)
         if report.event == "failed":  # it has cut its connections and will come back to no collective
             detail = f"failed with {exception_of(str(fields.get('exception', '')))}"

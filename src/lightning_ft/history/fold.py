@@ -155,6 +155,10 @@ def _go_on(history: History, line: Line, outcome: Outcome, joined: tuple[str, ..
     redone = line.text("redone") or None
     if latency_s is None:
         raise DamagedError
+    told = {name: value for name, value in line.values.items() if name != "time"}
+    if told == history._recovery:
+        return  # said again, to a coordinator that might not have heard of it
+    history._recovery = told
     noticed_s = line.time_s - latency_s  # by rank 0
     incident = history.incident or _open(history, line, began_s=noticed_s)  # if its beginning was lost
     if joined and not incident.losses:

@@ -212,6 +212,7 @@ class History:
         self._not_restored: list[Incident] = []
         self._lost_in_view: set[str] = set()
         self._ended: Incident | None = None
+        self._recovery: dict[str, Any] = {}
 
     @property
     def trains_since_s(self) -> float | None:

@@ -133,13 +133,13 @@ class Agent:
         Raises:
             LaunchError: The coordinator or a child could not be started; what was started is ended.
         """
-        with self._forwarded_signals(), _agent_pipe() as read_fd:
+        with self._forwarded_signals(), _agent_pipe() as agent_fd, _spokesman_pipe() as spokesman_fd:
             try:
                 endpoint = self._start_coordinator()
                 self._client = self._connect(endpoint)
                 self._guard = asyncio.create_task(self._guard_coordinator())
                 try:
-                    self._starter.belong_to(endpoint, read_fd)
+                    self._starter.belong_to(endpoint, agent_fd, spokesman_fd)
                     self._start_children()
                     self._release_early_signals()
                     await self._wait()
@@ -311,6 +311,9 @@ class Agent:
         """Deliver the last exits; stay for the other nodes if they need our coordinator."""
         assert self._client is not None
         self._client.done()
+        if self._client.is_failed:
+            num_failed = sum(ended.status != 0 for ended in self._exits)
+            logger.error("the job was stopped: %s; failed processes of this node: %d", self._client.reason, num_failed)
         known, is_told = self._client.members, self._client.stopped.is_set()
         exits = [ended for ended in self._exits if not is_told or (ended.member, ended.incarnation) in known]
         own_status = job_status(exits, [(ended.member, ended.incarnation) for ended in exits if ended.status == 0])
@@ -470,3 +473,15 @@ def _agent_pipe() -> Iterator[int]:
     finally:
         os.close(read_fd)
         os.close(write_fd)
+
+
+@contextlib.contextmanager
+def _spokesman_pipe() -> Iterator[int]:
+    """The read end of a pipe with one byte in it, and no more to come."""
+    read_fd, write_fd = os.pipe()
+    os.write(write_fd, b"!")
+    os.close(write_fd)
+    try:
+        yield read_fd
+    finally:
+        os.close(read_fd)

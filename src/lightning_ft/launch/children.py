@@ -7,6 +7,7 @@ What a child finds in its environment:
     LIGHTNING_FT_MEMBER, LIGHTNING_FT_INCARNATION    who it is (`node/slot`), and its how-manieth start this is
     LIGHTNING_FT_EXPECTED                            the members the job starts with, as ranges (`0-3/0-7`)
     LIGHTNING_FT_AGENT_FD, LIGHTNING_FT_AGENT_PID    a pipe that ends when the agent does (see `child.watch_agent`)
+    LIGHTNING_FT_SPOKESMAN_FD                        a pipe with one byte, for one of them (see `child.speaks_for_all`)
     LIGHTNING_FT_STACKS_FD                           a file for its threads' stacks (see `child.STACKS_SIGNAL`)
     LIGHTNING_FT_<SETTING>                           the settings, as this agent resolved them
     RANK, LOCAL_RANK, NODE_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT    as with torchrun
@@ -117,12 +118,18 @@ class ChildStarter:
         self._token = token
         self._cwd = cwd
         self._common: dict[str, str] = {}
-        self._read_fd = -1
+        self._pass_fds: tuple[int, ...] = ()
 
-    def belong_to(self, endpoint: str, read_fd: int) -> None:
-        """Say where the coordinator is, and what ends with this process; once, before anything is started."""
-        self._common = self._common_environment(endpoint, read_fd)
-        self._read_fd = read_fd
+    def belong_to(self, endpoint: str, agent_fd: int, spokesman_fd: int) -> None:
+        """Say where the coordinator is, and which pipes all share; once, before anything is started.
+
+        Args:
+            endpoint: `host:port` of the coordinator.
+            agent_fd: It ends with this process.
+            spokesman_fd: It has one byte, for the first process that speaks for all.
+        """
+        self._common = self._common_environment(endpoint, agent_fd, spokesman_fd)
+        self._pass_fds = (agent_fd, spokesman_fd)
 
     def member(self, slot: int) -> str:
         """Return a slot's logical id."""
@@ -164,7 +171,7 @@ class ChildStarter:
                 command,
                 env=environment,
                 cwd=self._cwd,
-                pass_fds=(self._read_fd, stacks.fileno()),
+                pass_fds=(*self._pass_fds, stacks.fileno()),
                 start_new_session=True,
             )
         except OSError as error:
@@ -192,11 +199,12 @@ class ChildStarter:
         }
         return {**settings, f"{ENV_PREFIX}TOKEN": self._token, f"{ENV_PREFIX}EXPECTED": as_ranges(self._expected)}
 
-    def _common_environment(self, endpoint: str, read_fd: int) -> dict[str, str]:
+    def _common_environment(self, endpoint: str, agent_fd: int, spokesman_fd: int) -> dict[str, str]:
         environment = {
             **self.job_environment(),
             f"{ENV_PREFIX}COORDINATOR": endpoint,
-            child_module.AGENT_FD_VARIABLE: str(read_fd),
+            child_module.AGENT_FD_VARIABLE: str(agent_fd),
+            child_module.SPOKESMAN_FD_VARIABLE: str(spokesman_fd),
             child_module.AGENT_PID_VARIABLE: str(os.getpid()),
             "NODE_RANK": str(self._node),
             "LOCAL_WORLD_SIZE": str(self._num_slots),

@@ -274,7 +274,7 @@ def _on_failed(turn: Turn, event: events.Failed) -> None:
     turn.change(failures=turn.state.failures.with_item(event.member, failure))
     member = _subject(turn, event)
     if event.signature and turn.settings.respawn and count >= max(2, turn.settings.max_restarts):
-        reason = f"{event.member} {event.detail} for the {count}. time in a row, from the same line"
+        reason = f"{event.member} {event.detail} for the {_ordinal(count)} time in a row, from the same line"
         if turn.state.phase is Phase.HEALTHY:
             suspend(turn, event.member, reason)
         stop(turn, reason, is_final=True)
@@ -368,6 +368,11 @@ def _dead(turn: Turn, member: Member, cause: Cause, detail: str) -> None:
 
 def _heard(turn: Turn) -> dict[str, Any]:
     return {"is_connected": True, "dropped_s": None, "is_unseen": False, "last_heard_s": turn.clock_s}
+
+
+def _ordinal(number: int) -> str:
+    is_teen = number % 100 in (11, 12, 13)
+    return f"{number}{'th' if is_teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
 
 def _name(event: object) -> str:

@@ -793,7 +793,7 @@ def test_the_same_exception_of_one_member_again_and_again_ends_the_job() -> None
         job.park(A, 7 + incarnation, reason="join", admits=True)
         assert job.state.view.members == (A, B)
     told = job.feed(events.Failed(B, 3, *RAISED))
-    reason = "0/1 failed with ValueError: no such file for the 3. time in a row, from the same line"
+    reason = "0/1 failed with ValueError: no such file for the 3rd time in a row, from the same line"
     assert effects.Suspend(A, job.state.generation, reason) in told
     assert job.state.phase is Phase.STOPPED
     assert effects.Stop(A, reason, is_final=True) in job.park(A, 9)
