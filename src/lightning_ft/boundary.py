@@ -16,7 +16,7 @@ from lightning_ft.comm.transfer import State
 from lightning_ft.config import EXACT, KEEP_GLOBAL_BATCH, Settings
 from lightning_ft.coordinator.fingerprint import Fact, Fingerprint
 from lightning_ft.ddp import StepCommit
-from lightning_ft.facts import facts_of_module, facts_of_optimizer, facts_of_script
+from lightning_ft.facts import facts_of_module, facts_of_optimizer, facts_of_script, facts_of_verification
 from lightning_ft.resize import Resize
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Boundary:
         ring = group.ring
         if self._fit_described != self.num_fits:
             self._fit_described = self.num_fits
-            ring.describe(Fingerprint(self._facts()))
+            ring.describe(Fingerprint([*self._facts(), *facts_of_verification(ring.settings)]))
         if not ring.is_outside:
             can_admit = ring.is_admission_due and self._data.is_at_boundary
             ring.boundary(self._give, self._take, self._trained, can_admit=can_admit)

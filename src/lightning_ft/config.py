@@ -27,12 +27,24 @@ KEEP, SCALE_LR, KEEP_GLOBAL_BATCH = ON_RESIZE = "keep", "scale_lr", "keep_global
 PAD, EXACT = UNEVEN = "pad", "exact"
 """Values of the setting `uneven`."""
 
+WARN, HEAL, EVICT = VERIFY_POLICY = "warn", "heal", "evict"
+"""Values of the setting `verify_policy`."""
+
 BLOCKING, PIPELINED = CATCH_UP = "blocking", "pipelined"
 """Values of the setting `catch_up`."""
 
 _LONGEST = 1800.0
 
-_LEAST = {"min_world_size": 1, "max_link_failures": 0, "max_restarts": 0, "rejoin_timeout": 0, "spares": 0}
+_LEAST = {
+    "min_world_size": 1,
+    "max_link_failures": 0,
+    "max_restarts": 0,
+    "rejoin_timeout": 0,
+    "spares": 0,
+    "verify_every_n_steps": 0,
+    "verify_state_every_n_steps": 0,
+    "verify_chunk_bytes": 16,
+}
 
 ALIASES = {
     "enable": "HCCL_FT_ENABLE",
@@ -72,6 +84,11 @@ class Settings:
             number; `keep_global_batch`: as many samples in a step as with all ranks.
         uneven: What a fit does if its samples can't be dealt evenly: `pad`: some of them twice, as `DistributedSampler`
             does it; `exact`: each once, and ranks with fewer in a step weigh less in its gradients.
+        verify_every_n_steps: In one of so many steps the ranks compare their reduced gradients; 0: never.
+        verify_state_every_n_steps: In one of so many, their parameters and optimizers' state; 0: never.
+        verify_chunk_bytes: How large the parts are that are compared, handed over and named, >= 16.
+        verify_policy: What follows if they differ: `warn`: it is told; `heal`: who differs from the majority takes the
+            majority's values, before anyone steps; `evict`: and then ends, to be started again.
         coordinator: `host:port` of the coordinator; None: the agent starts one.
         process_group_backend: Backend inside `ft` (`gloo`); None: chosen by device.
         event_log: File that gets the event log; None: `ft_events.jsonl` in the run's log directory.
@@ -99,6 +116,10 @@ class Settings:
     catch_up_slowdown: float = 0.1
     on_resize: str = KEEP
     uneven: str = PAD
+    verify_every_n_steps: int = 0
+    verify_state_every_n_steps: int = 0
+    verify_chunk_bytes: int = 1 << 20
+    verify_policy: str = HEAL
     coordinator: str | None = None
     process_group_backend: str | None = None
     event_log: str | None = None
@@ -291,7 +312,8 @@ def _flag(text: str) -> bool:
 
 
 def _check_choices(settings: Settings) -> None:
-    for name, allowed in (("on_resize", ON_RESIZE), ("uneven", UNEVEN), ("catch_up", CATCH_UP)):
+    choices = {"on_resize": ON_RESIZE, "uneven": UNEVEN, "catch_up": CATCH_UP, "verify_policy": VERIFY_POLICY}
+    for name, allowed in choices.items():
         _check_one_of(name, getattr(settings, name), allowed)
     if not 0 < settings.catch_up_slowdown <= 1:
         raise ValueError(f"catch_up_slowdown must be > 0 and <= 1, got {settings.catch_up_slowdown!r}")
@@ -323,6 +345,10 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "catch_up_slowdown": float,
     "on_resize": str,
     "uneven": str,
+    "verify_every_n_steps": int,
+    "verify_state_every_n_steps": int,
+    "verify_chunk_bytes": int,
+    "verify_policy": str,
     "coordinator": str,
     "process_group_backend": str,
     "event_log": str,

@@ -26,9 +26,10 @@ from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.works import DoneWork, completed
 from lightning_ft.coordinator.fingerprint import Fingerprint, first_difference
 from lightning_ft.errors import LaunchError, ProtocolViolationError
-from lightning_ft.facts import facts_of_module
+from lightning_ft.facts import facts_of_module, facts_of_verification
 from lightning_ft.faultpoints import reach
 from lightning_ft.reduction import CommHook, Commit, GradientReduction, Layout, Part, load_gradients
+from lightning_ft.verification import Check, Verifier
 
 _STOPS, _LEAVES, _CLOSED, _ROLLBACKS, _JOINS = (1 << shift for shift in (0, 15, 30, 45, 60))
 """What a commit's word counts for a member that asks all to stop; that was asked to leave; that a joiner could not take
@@ -118,6 +119,7 @@ class FaultTolerantDDP(DistributedDataParallel):
             `gradient_as_bucket_view` saves no memory, since a copy of the local gradients is then kept.
 
     Attributes:
+        verifier: Compares what all ranks should have alike.
         on_commit: Called with the StepCommit at the end of each backward that reduces.
         commit_followers: The same, called before; for what is not the loop's own.
         is_stop_requested: Set to ask all members, with the next commit, to stop.
@@ -150,6 +152,7 @@ class FaultTolerantDDP(DistributedDataParallel):
         self._reduction: GradientReduction | None = None
         self._locals: dict[int, Tensor] = {}
         self._reducer_group = _ReducerGroup(world, self._take)
+        self.verifier = Verifier(world, self._compared_parameters, self._layout)
         super().__init__(module, process_group=self._reducer_group, init_sync=False, **kwargs)
         report_compilations()
         if is_synced:
@@ -159,6 +162,14 @@ class FaultTolerantDDP(DistributedDataParallel):
         world.ring.carry(self._buckets)
         if kwargs.get("static_graph"):
             world.ring.close_to_joiners("DDP has a static graph")
+
+    def watch_optimizers(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Say whose state is compared with the parameters (`verify_state_every_n_steps`); the same on all ranks."""
+        self.verifier.optimizers = optimizers
+
+    def _compared_parameters(self) -> list[tuple[str, Tensor]]:
+        ignored = self.parameters_to_ignore
+        return [(name, part) for name, part in self.module.named_parameters() if name not in ignored]
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Reduce each bucket by a hook (fp16 or bf16 compression, PowerSGD).
@@ -185,7 +196,7 @@ class FaultTolerantDDP(DistributedDataParallel):
         raise NotImplementedError("FaultTolerantDDP doesn't support join(); give all ranks equally many batches")
 
     def _sync_initial_state(self) -> None:
-        model = Fingerprint(facts_of_module(self.module))
+        model = Fingerprint([*facts_of_module(self.module), *facts_of_verification(self._world.ring.settings)])
         found = self._world.gather_bytes(model.digest.encode())
         if len(set(found)) > 1:
             described = [entry.decode() for entry in self._world.gather_bytes(model.description.encode())]
@@ -193,8 +204,9 @@ class FaultTolerantDDP(DistributedDataParallel):
             rank = next(rank for rank, digest in enumerate(found) if digest != found[0])
             where = first_difference(described[0], described[rank]) if len(described) == len(found) else ""
             raise ProtocolViolationError(
-                f"FaultTolerantDDP failed: the model of rank {rank} (here) has other parameter names, shapes or dtypes "
-                f"than rank 0's (there): {where or 'too many to say which'}. Build the same model on every rank."
+                f"FaultTolerantDDP failed: the model of rank {rank} (here) has other parameter names, shapes, dtypes "
+                f"or verify_* settings than rank 0's (there): {where or 'too many to say which'}. Build the same model "
+                "on every rank."
             )
         _sync_module_states(
             module=self.module,
@@ -221,7 +233,10 @@ class FaultTolerantDDP(DistributedDataParallel):
 
         Raises:
             LaunchError: This process was started while the job ran, and has not joined it.
+            EvictedError: In its last step this rank differed from the others, and `verify_policy` is `evict`.
         """
+        if self.verifier.eviction is not None and torch.is_grad_enabled():
+            raise self.verifier.eviction
         if self._world.ring.is_outside and torch.is_grad_enabled() and self.require_backward_grad_sync:
             raise LaunchError(
                 "a step of training failed: this process was started while the job ran, and has not joined it. Call "
@@ -268,7 +283,10 @@ class FaultTolerantDDP(DistributedDataParallel):
     def _finish_at_the_end(self, reduction: GradientReduction) -> None:
         """Finish the reduction when backward has ended, but before DDP takes the result."""
         if reduction.is_delayed:  # DDP does not wait for the end of backward: it is there
-            self._finish_commit(reduction, self._finish_reduction(reduction))
+            check, commit = self._finish_reduction(reduction)
+            if check is not None:
+                reduction = self._verify(reduction, check, commit)
+            self._finish_step(reduction, commit)
         else:  # DDP queues its own callback right after its last bucket was taken, for the same (sub-)backward
             _ENGINE.queue_callback(functools.partial(self._reduce_then_commit, reduction))
 
@@ -283,7 +301,9 @@ class FaultTolerantDDP(DistributedDataParallel):
             return Part(
                 tensor,
                 divisor,
-                lambda size: load_gradients(tensor, self._layout(layouts, index), 1.0 if is_whole else 1.0 / size),
+                lambda target, size: load_gradients(
+                    target, self._layout(layouts, index), 1.0 if is_whole else 1.0 / size
+                ),
                 bucket,
             )
         local = torch.empty_like(tensor) if reduction.is_delayed else self._local_for(-1 if is_map else index, tensor)
@@ -291,7 +311,7 @@ class FaultTolerantDDP(DistributedDataParallel):
         return Part(
             tensor,
             divisor,
-            lambda size: tensor.copy_(local) if is_whole else torch.mul(local, divisor / size, out=tensor),
+            lambda target, size: target.copy_(local) if is_whole else torch.mul(local, divisor / size, out=target),
             bucket,
         )
 
@@ -313,15 +333,23 @@ class FaultTolerantDDP(DistributedDataParallel):
         return layouts[index]
 
     def _reduce_then_commit(self, reduction: GradientReduction) -> None:
-        """Have DDP copy the result back while the commit is under way: whoever has the result needs no gradients."""
-        commit = self._finish_reduction(reduction)
-        _ENGINE.queue_callback(functools.partial(self._finish_commit, reduction, commit))  # after DDP's own
+        """Have DDP copy the result back while the commit is under way: whoever has the result needs no gradients.
 
-    def _finish_reduction(self, reduction: GradientReduction) -> Commit:
+        A step that is verified has its result only when all have compared it.
+        """
+        check, commit = self._finish_reduction(reduction)
+        if check is None:
+            _ENGINE.queue_callback(functools.partial(self._finish_step, reduction, commit))  # after DDP's own
+        else:
+            reduction = self._verify(reduction, check, commit)
+            _ENGINE.queue_callback(functools.partial(self._end_step, reduction, commit))
+
+    def _finish_reduction(self, reduction: GradientReduction) -> tuple[Check | None, Commit]:
         """Finish the reduction and start the commit."""
         reach("reduction.wait")
         ring, sequence = self._world.ring, self._world.sequence
         ring.run(sequence, reduction)
+        check = self.verifier.begin(reduction)
         is_leaving = self.is_leave_requested
         self.num_leave_requests = self.num_leave_requests + 1 if is_leaving else 0
         commit = Commit(
@@ -329,15 +357,24 @@ class FaultTolerantDDP(DistributedDataParallel):
             + _LEAVES * is_leaving
             + _JOINS * (self._world.rank() == 0 and ring.is_join_pending)
             + _CLOSED * ring.is_closed_to_joiners
-            + _ROLLBACKS * self.is_rollback_requested
+            + _ROLLBACKS * self.is_rollback_requested,
+            None if check is None else check.word,
         )
         self.is_rollback_requested = False
         ring.submit(sequence, commit)
-        return commit
+        return check, commit
 
-    def _finish_commit(self, reduction: GradientReduction, commit: Commit) -> None:
+    def _verify(self, reduction: GradientReduction, check: Check, commit: Commit) -> GradientReduction:
+        """Finish the commit, and what the comparison that goes with it asks for. Returns: Whose result it is."""
+        self._world.ring.finish(self._world.sequence, commit)
+        return self.verifier.conclude(check, commit) or reduction
+
+    def _finish_step(self, reduction: GradientReduction, commit: Commit) -> None:
+        self._world.ring.finish(self._world.sequence, commit)
+        self._end_step(reduction, commit)
+
+    def _end_step(self, reduction: GradientReduction, commit: Commit) -> None:
         ring = self._world.ring
-        ring.finish(self._world.sequence, commit)
         stops, leaves, closed, rollbacks = (
             commit.total // unit % _MOST for unit in (_STOPS, _LEAVES, _CLOSED, _ROLLBACKS)
         )

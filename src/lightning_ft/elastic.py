@@ -14,8 +14,15 @@ from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.replay import Trained
 from lightning_ft.comm.transfer import State
 from lightning_ft.coordinator.fingerprint import Fact, Fingerprint
+from lightning_ft.ddp import FaultTolerantDDP
 from lightning_ft.errors import LaunchError, StopRequested
-from lightning_ft.facts import facts_of_module, facts_of_optimizer, facts_of_script, name_of_class
+from lightning_ft.facts import (
+    facts_of_module,
+    facts_of_optimizer,
+    facts_of_script,
+    facts_of_verification,
+    name_of_class,
+)
 from lightning_ft.stopping import Stopping, heed_signals
 
 
@@ -62,8 +69,9 @@ class ElasticState:
         ring = world.ring
         if not self._is_described:
             self._is_described = True
-            ring.describe(Fingerprint(self._facts()))
+            ring.describe(Fingerprint([*self._facts(), *facts_of_verification(ring.settings)]))
             self._stopping = heed_signals(self.__dict__.values(), ring)
+            self._watch_optimizers()
         if self._stopping is not None and self._stopping.reason() is not None:
             raise StopRequested
         if ring.is_outside:
@@ -71,6 +79,13 @@ class ElasticState:
                 raise SystemExit(0)
         else:
             ring.boundary(self._give, self._take, self._trained)
+
+    def _watch_optimizers(self) -> None:
+        """Have what the optimizers keep compared together with the parameters, if these are (`verify_*`)."""
+        optimizers = [part for part in self.__dict__.values() if isinstance(part, torch.optim.Optimizer)]
+        for part in self.__dict__.values():
+            if isinstance(part, FaultTolerantDDP):
+                part.watch_optimizers(*optimizers)
 
     def _facts(self) -> Iterator[Fact]:
         for name, part in self.__dict__.items():

@@ -221,6 +221,8 @@ def describe(event: str, fields: dict[str, Any]) -> tuple[int, str]:
     level, template = _SENTENCES.get(event, (logging.INFO, event.replace("_", " ")))
     if event == "member_exited" and fields.get("status"):
         level = logging.INFO
+    if fields.get("is_scaled"):  # infinite gradients are how a scaler finds its scale
+        level = logging.DEBUG
     if event in _TOLD_ONCE and fields.get("count", 1) != 1:
         level = logging.DEBUG
     rest = ", ".join(f"{name}={_brief(value)}" for name, value in fields.items() if f"{{{name}}}" not in template)
@@ -259,6 +261,15 @@ _SENTENCES: dict[str, tuple[int, str]] = {
         "step {step} is restored from {source} in {duration_s} s; {steps_lost} steps are lost",
     ),
     "rollback_requested": (logging.WARNING, "asks all to go back from step {step}: {exception}"),
+    "gradients_compared": (logging.INFO, "the ranks have compared what they have, and it is the same to the last bit"),
+    "gradient_mismatch": (
+        logging.WARNING,
+        "{what} of {members} are wrong at step {step}, by {gradient_divergence}, in {parameters}: {outcome}",
+    ),
+    "gradient_not_finite": (
+        logging.WARNING,
+        "{members} had NaN or Inf in step {step}, before it was reduced, in {parameters}",
+    ),
     "failed": (logging.WARNING, "the process fails with {exception}"),
     "member_joined": (logging.DEBUG, "joined the job"),
     "join_declined": (logging.WARNING, "can't join: {reason}"),
@@ -304,7 +315,7 @@ def _prefix(member: str | None, generation: int) -> str:
 
 def _brief(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.3f}"
+        return f"{value:.3f}" if value == 0 or abs(value) >= 0.0005 else f"{value:.1e}"
     is_many = isinstance(value, (list, tuple, set, frozenset))
     text = ", ".join(str(item) for item in value) if is_many else str(value)
     return text if len(text) <= 300 or "\n" in text else f"{text[:297]}..."

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ft.config import Settings
 from lightning_ft.coordinator.fingerprint import Fact
 
 
@@ -30,6 +31,12 @@ def facts_of_module(module: torch.nn.Module, of: str = "") -> Iterator[Fact]:
 def facts_of_optimizer(name: str, optimizer: torch.optim.Optimizer) -> Iterator[Fact]:
     """Which class it is of; its settings may follow schedules."""
     yield f"optimizer {name}", "it", name_of_class(optimizer)
+
+
+def facts_of_verification(settings: Settings) -> Iterator[Fact]:
+    """What decides when ranks compare what, for which all must come."""
+    for name in ("verify_every_n_steps", "verify_state_every_n_steps", "verify_chunk_bytes", "verify_policy"):
+        yield f"setting {name}", "it", str(getattr(settings, name))
 
 
 def facts_of_script() -> Iterator[Fact]:

@@ -73,6 +73,10 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         catch_up_slowdown: By which part of its time a step may be longer for that.
         on_resize: `scale_lr`: learning rates follow the number of ranks. `keep_global_batch`: steps keep their samples.
         uneven: `exact`: no sample twice in an epoch; ranks with fewer samples in a step weigh less.
+        verify_every_n_steps: In one of so many steps the ranks compare their reduced gradients, bit for bit; 0: never.
+        verify_state_every_n_steps: In one of so many, also parameters and optimizers' state; 0: never.
+        verify_chunk_bytes: How large the parts are that are compared, handed over and named.
+        verify_policy: `warn`, `heal` or `evict` who differs from the majority.
         coordinator: `host:port` of the coordinator, if the agent shall not start one at a free port.
         process_group_backend: Backend inside `ft`: `gloo`.
         event_log: File of the event log.
@@ -117,6 +121,10 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         metrics_host: str | None = None,
         catch_up: Literal["blocking", "pipelined"] | None = None,
         catch_up_slowdown: float | None = None,
+        verify_every_n_steps: int | None = None,
+        verify_state_every_n_steps: int | None = None,
+        verify_chunk_bytes: int | None = None,
+        verify_policy: Literal["warn", "heal", "evict"] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
@@ -142,6 +150,10 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             catch_up_slowdown=catch_up_slowdown,
             on_resize=on_resize,
             uneven=uneven,
+            verify_every_n_steps=verify_every_n_steps,
+            verify_state_every_n_steps=verify_state_every_n_steps,
+            verify_chunk_bytes=verify_chunk_bytes,
+            verify_policy=verify_policy,
         )
         takers = (DistributedDataParallel.__init__, DDPStrategy.__init__)
         known = {name for taker in takers for name in inspect.signature(taker).parameters}
@@ -266,6 +278,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             Boundary.num_fits += 1
             super().setup(trainer)
+            if isinstance(self.model, FaultTolerantDDP):
+                self.model.watch_optimizers(*self.optimizers)
         else:
             self._setup_evaluation(trainer)
         assert self.lightning_module is not None
@@ -310,6 +324,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         device_ids = self.determine_ddp_device_ids()
         wrapped = FaultTolerantDDP(model, device_ids=device_ids, **self._ddp_kwargs)
         wrapped.on_commit = self._on_commit
+        wrapped.verifier.is_scaled = getattr(self.precision_plugin, "scaler", None) is not None
         return wrapped
 
     @override

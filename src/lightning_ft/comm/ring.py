@@ -469,6 +469,10 @@ class Ring:
         """Put a line into the job's event log."""
         self._client.report(event, **fields)
 
+    def record(self, event: str, **fields: object) -> None:
+        """Tell this process what all members know; the first of them puts it into the event log."""
+        self._views.record(event, **fields)
+
     # -- running ----------------------------------------------------------------------------------------------------
 
     def _finish(self, sequence: CollectiveSequence, operation: Operation) -> None:

@@ -141,6 +141,9 @@ def _recoveries(metrics: JobMetrics) -> Iterator[Metric]:
     restarts = sum(member.restarts for member in members)
     yield from _counter("ft_restarts", "Processes of members that were started again, and came.", restarts)
     yield from _counter("ft_exceptions", "Processes that ended with an exception.", counts["failed"])
+    mismatches, not_finite = counts["gradient_mismatch"], counts["gradient_not_finite"]
+    yield from _counter("ft_gradient_mismatches", "Steps in which ranks did not hold the same.", mismatches)
+    yield from _counter("ft_gradients_not_finite", "Times that ranks began to have NaN or Inf.", not_finite)
     yield from _counter("ft_link_failures", "Connections between live members that broke.", counts["link_failed"])
     yield from _counter(
         "ft_evaluations_incomplete",

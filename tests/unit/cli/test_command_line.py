@@ -15,7 +15,8 @@ RUN_AND_COORDINATOR = (
     "--catch-up --catch-up-slowdown "
     "--coordinator --event-log --evict-stragglers --heartbeat-interval --heartbeat-timeout --max-failures "
     "--max-link-failures --max-restarts --max-world-size --metrics-host --metrics-port --min-world-size --no-respawn "
-    "--nnodes --nproc-per-node --rejoin-timeout --respawn --spares --timeout"
+    "--nnodes --nproc-per-node --rejoin-timeout --respawn --spares --timeout "
+    "--verify-chunk-bytes --verify-every-n-steps --verify-policy --verify-state-every-n-steps"
 )
 
 PLACE = "--endpoint-url --json --storage-option"

@@ -78,7 +78,8 @@ STORY = [
     line(332.0, "checkpoint_failed", member="0/0", step=5, cause="create ENOSPC", detail="full", count=1),
     line(333.0, "checkpoint_restored", member="0/0", step=1, source="storage", steps_lost=0, duration_s=1.0, path="x"),
     line(340.0, "coordinator_restarted", 4),
-    line(341.0, "gradients_compared", 4, gradient_divergence=2e-7),
+    line(341.0, "gradients_compared", 4, gradient_divergence=0.0),
+    line(341.0, "gradient_mismatch", 4, gradient_divergence=2e-7),
     line(342.0, "something_new", 4, text="x"),
 ]  # fmt: skip
 
@@ -149,6 +150,8 @@ def test_scrape_shows_what_the_log_says() -> None:
         "ft_checkpoint_blocked_seconds_total": 1.5,
         "ft_checkpoint_last_saved_timestamp_seconds": 330.0,
         "ft_gradient_divergence": 2e-7,
+        "ft_gradient_mismatches_total": 1,
+        "ft_gradients_not_finite_total": 0,
         "ft_coordinator_restarts_total": 1,
         "ft_event_log_lost_lines_total": 3,
         "ft_coordinator_term": 2,
