@@ -109,7 +109,7 @@ def running(
 ) -> contextlib.AbstractContextManager[Job]:
     """Start members that run a program in `programs/`, under an agent that does nothing else."""
     agent = [sys.executable, "-c", _AGENT, "0", "1", str(num_members)]
-    return _running(out, [*agent, *_rank(out, program)], environment)
+    return _running(out, [*agent, *rank_command(out, program)], environment)
 
 
 def joining(
@@ -123,7 +123,7 @@ def joining(
 ) -> contextlib.AbstractContextManager[Job]:
     """Start another agent of a job that runs (see `at_port`); `node` None: one that the job has not had."""
     agent = [sys.executable, "-c", _AGENT, "+" if node is None else f"+{node}", "1", str(num_members)]
-    return _running(out, [*agent, *_rank(out, program)], environment, output_name)
+    return _running(out, [*agent, *rank_command(out, program)], environment, output_name)
 
 
 def at_port() -> dict[str, str]:
@@ -142,7 +142,15 @@ def running_on(
     with contextlib.ExitStack() as agents:
         jobs = []
         for node, host in enumerate(hosts):
-            agent = [sys.executable, "-c", _AGENT, str(node), str(len(hosts)), str(num_slots), *_rank(out, program)]
+            agent = [
+                sys.executable,
+                "-c",
+                _AGENT,
+                str(node),
+                str(len(hosts)),
+                str(num_slots),
+                *rank_command(out, program),
+            ]
             settings = {
                 "LIGHTNING_FT_COORDINATOR": f"{hosts[0].address}:29400",
                 "LIGHTNING_FT_TOKEN": "shared-secret",
@@ -161,7 +169,7 @@ def running_fit(
 ) -> contextlib.AbstractContextManager[Job]:
     """Start a program in `programs/` by `lightning-ft run`, whose agent costs a tenth of one that imports Lightning."""
     agent = [sys.executable, "-m", "lightning_ft.cli", "run", "--nproc-per-node", str(num_members)]
-    return _running(out, [*agent, *_rank(out, program)[1:]], environment, output_name)
+    return _running(out, [*agent, *rank_command(out, program)[1:]], environment, output_name)
 
 
 def running_script(
@@ -174,7 +182,8 @@ def running_script(
     return _running(out, [sys.executable, str(PROGRAMS / program[0]), str(out), *program[1:]], environment, output_name)
 
 
-def _rank(out: pathlib.Path, program: Sequence[str]) -> list[str]:
+def rank_command(out: pathlib.Path, program: Sequence[str]) -> list[str]:
+    """Return what starts one rank of a program in `programs/`."""
     return [sys.executable, str(PROGRAMS / "start.py"), str(PROGRAMS / program[0]), str(out), *program[1:]]
 
 

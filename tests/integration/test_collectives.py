@@ -9,7 +9,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Set as AbstractSet
 
@@ -80,7 +79,7 @@ def test_healthy_results_are_those_of_stock_gloo(tmp_path: pathlib.Path) -> None
     stock.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, str(jobs.PROGRAMS / "collectives.py"), str(stock), *program[1:], "--backend", "gloo"]
+    command = jobs.rank_command(stock, [*program, "--backend", "gloo"])
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT / "src"), "WORLD_SIZE": "3"}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     members = [
