@@ -1,5 +1,6 @@
 """A plain loop that trains many parameters with AdamW: `wide_loop.py OUT MILLIONS ACCUMULATE`.
 
+With WIDE_LOOP_PINS in the environment each process of a node has processors of its own, as far as there are enough.
 Each member appends JSON lines to OUT/<node>-<slot>.jsonl: when each step ended, seconds, and how many had taken it.
 """
 
@@ -24,6 +25,9 @@ def main() -> None:
     out, millions, accumulate = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     member = os.environ["LIGHTNING_FT_MEMBER"]
+    if "WIDE_LOOP_PINS" in os.environ:
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {processors[int(member.split("/")[1]) % len(processors)]})
     log = (out / f"{member.replace('/', '-')}.jsonl").open("a")
     dist.init_process_group("ft")
     torch.manual_seed(0)

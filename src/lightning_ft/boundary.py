@@ -136,19 +136,19 @@ class Boundary:
         if num_fits != self.num_fits:
             raise ValueError(f"the job is in its fit number {num_fits}, this process in number {self.num_fits}")
         with self._group.ring.outside():
-            self._begin_epoch(state)
+            state = self._begin_epoch(state)
         self._restore(state)
         promotion.forget(self._trainer)
 
     def _go_back(self, state: State) -> None:
         """As those who join, but all at once, and with the members and the rates that there are now."""
-        self._begin_epoch(state)
-        self._restore(state)
+        self._restore(self._begin_epoch(state))
         self._data.joined()
 
-    def _begin_epoch(self, state: State) -> None:
+    def _begin_epoch(self, state: State) -> State:
         _, _, own = state.own
-        rejoin.begin_epoch(self._trainer, State(state.replicated, own))
+        begun = rejoin.begin_epoch(self._trainer, State(state.replicated, own))
+        return State(begun.replicated, state.own)
 
     def _restore(self, state: State) -> None:
         _, self._resize.told, own = state.own  # learning rates are those of the members that there were

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -127,7 +128,8 @@ class ElasticState:
         for name, value in (own | state.replicated).items():
             part: Any = getattr(self, name, None)
             if isinstance(part, torch.nn.Module):
-                part.load_state_dict({**own[name], **value})
+                with loading_in_place(part):
+                    part.load_state_dict({**own[name], **value})
             elif hasattr(part, "load_state_dict"):
                 part.load_state_dict(value)
             else:
@@ -140,6 +142,23 @@ def parameters_and_rest(module: torch.nn.Module, state: Mapping[str, Any]) -> tu
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     parameters = {name: value for name, value in state.items() if name in names}
     return parameters, {name: value for name, value in state.items() if name not in names}
+
+
+@contextlib.contextmanager
+def loading_in_place(module: torch.nn.Module) -> Iterator[None]:
+    """Have `load_state_dict` copy no parameter onto itself: what was sent ahead is where it belongs."""
+
+    def keep(_: object, state: dict[str, Any], prefix: str, *__: object) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            value = state.get(prefix + name)
+            if isinstance(value, torch.Tensor) and value.is_set_to(parameter):
+                state[prefix + name] = parameter
+
+    hook = module.register_load_state_dict_pre_hook(keep)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def random_state() -> dict[str, Any]:

@@ -12,9 +12,10 @@ must decide alike.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
@@ -30,7 +31,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_ft.comm.replay import Trained
 from lightning_ft.comm.transfer import State
-from lightning_ft.elastic import parameters_and_rest, random_state, set_random_state
+from lightning_ft.elastic import loading_in_place, parameters_and_rest, random_state, set_random_state
 from lightning_ft.errors import LaunchError
 
 _OF_VALIDATION = ("_max_batches", "_has_run", "_last_val_dl_reload_epoch")
@@ -110,22 +111,26 @@ def _replicated(trainer: Trainer, parameters: dict[str, Any], optimizer_states: 
     return replicated
 
 
-def begin_epoch(trainer: Trainer, state: State) -> None:
+def begin_epoch(trainer: Trainer, state: State) -> State:
     """Do what the others have done when the epoch began, unless it is the one that this process has begun itself.
 
     Hooks may do then, by the number of the epoch, what no state tells: set what is trained, or what a loader yields.
 
     Args:
         trainer: In a fit, before its first batch is drawn.
-        state: From `dump`. Must be restored afterwards.
+        state: From `dump`. Its tensors may be this process's own, where it was sent them ahead.
+
+    Returns: The state as it is to be restored afterwards, whatever hooks have done to what is this process's own.
     """
     fit, begun = trainer.fit_loop, trainer.current_epoch
     fit.load_state_dict(state.own["checkpoint"]["loops"]["fit_loop"])
     go_on(fit)
     if trainer.current_epoch == begun:
-        return
-    last_reload = state.own["last_reload"]
+        return state
     known: Any = trainer
+    if any(not _is_lightnings(hooks) for hooks in (trainer.lightning_module, *known.callbacks)):
+        state = State(copy.deepcopy(state.replicated), state.own)
+    last_reload = state.own["last_reload"]
     if known.reload_dataloaders_every_n_epochs and last_reload != fit._last_train_dl_reload_epoch:
         _load_data_anew(fit, last_reload)
     assert fit._combined_loader is not None
@@ -133,6 +138,12 @@ def begin_epoch(trainer: Trainer, state: State) -> None:
         _set_sampler_epoch(loader, trainer.current_epoch)
     call._call_callback_hooks(trainer, "on_train_epoch_start")
     call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+    return state
+
+
+def _is_lightnings(hooks: LightningModule | Callback) -> bool:
+    """Whether what is done when an epoch begins is not a user's, who may change weights."""
+    return type(hooks).on_train_epoch_start.__module__.split(".")[0] in {"lightning", __package__}
 
 
 def _load_data_anew(fit: _FitLoop, epoch: int) -> None:
@@ -172,7 +183,8 @@ def restore(trainer: Trainer, state: State) -> list[dict[str, Any]] | None:
     gradients = replicated.pop("gradients", {})
     connector._loaded_checkpoint = {**own["checkpoint"], **replicated, "state_dict": weights}
     connector.restore_datamodule()
-    connector.restore_model()
+    with loading_in_place(trainer.lightning_module):
+        connector.restore_model()
     connector.restore_callbacks()
     connector.restore_training_state()
     connector._loaded_checkpoint = {}

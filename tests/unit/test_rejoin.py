@@ -80,6 +80,8 @@ class Net(pl.LightningModule):
     def on_train_epoch_start(self) -> None:
         """Set what no state tells."""
         self.factor = 1.0 / (1 + self.current_epoch)
+        with torch.no_grad():
+            self.net[2].weight.mul_(self.factor)
         self.log("factor", self.factor, sync_dist=True)
 
     def train_dataloader(self) -> Any:
@@ -155,6 +157,13 @@ def fit(tmp_path: Any, before: Any, seed: int, kind: type[Net], reload_every: in
     return trainer, module
 
 
+def sent_ahead(trainer: pl.Trainer, replicated: dict[str, Any]) -> Any:
+    """Put a state where it belongs. Returns: It, as it is there."""
+    trainer.lightning_module.load_state_dict(replicated["state_dict"], strict=False)
+    trainer.optimizers[0].load_state_dict(replicated["optimizer_states"][0])
+    return rejoin.trained(trainer).replicated()
+
+
 @pytest.mark.parametrize(("kind", "reload_every"), [(Net, 1), (ManualNet, 2)])
 @pytest.mark.parametrize(("epoch", "batch"), [(0, 2), (1, 0), (1, 3), (2, 5)])
 def test_a_fit_goes_on_where_another_is(
@@ -178,8 +187,10 @@ def test_a_fit_goes_on_where_another_is(
     def join(trainer: pl.Trainer) -> None:
         if not has_joined:
             found = State(*torch.load(io.BytesIO(state), weights_only=False))
-            rejoin.begin_epoch(trainer, found)
-            assert rejoin.restore(trainer, found) == {"of": "the sampler"}
+            if kind is Net:
+                found = State(sent_ahead(trainer, found.replicated), found.own)
+            begun = rejoin.begin_epoch(trainer, found)
+            assert rejoin.restore(trainer, begun) == {"of": "the sampler"}
             fetcher = trainer.fit_loop._data_fetcher
             assert fetcher is not None
             with torch.random.fork_rng():  # which a new iterator draws from, here as on all ranks

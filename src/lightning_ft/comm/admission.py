@@ -102,12 +102,25 @@ class Admission:
         views.recovery = Recovery(time.monotonic(), before=() if views.live is None else views.live.members)
         self._activity.wait("a boundary")
         try:
+            if following is not None:
+                transfer.begin_as_joiner()
+            elif cargo is not None:
+                transfer.begin_as_donor(views.view.members.index(self._member), len(views.view.members))
             views.recover("join", following=following, admits=cargo is not None or following is not None)
         finally:
             views.admit = None
             self._activity.go_on()
         if following is not None:
-            views.report("caught_up", total_bytes=transfer.total_bytes, missing_bytes=transfer.sent_bytes)
+            durations_s = transfer.durations_s
+            views.report(
+                "caught_up",
+                total_bytes=transfer.total_bytes,
+                missing_bytes=transfer.sent_bytes,
+                drain_s=durations_s["drain"],
+                compare_s=durations_s["compare"],
+                receive_s=durations_s["receive"],
+                load_s=durations_s["load"],
+            )
 
     def _load_or_close(self, load: Callable[[], Cargo]) -> Cargo | None:
         try:

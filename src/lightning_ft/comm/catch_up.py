@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_ft.comm.pace import Pace
@@ -32,6 +31,9 @@ Steps in which no joiner has answered do not count: there may be no connection y
 """
 
 _FAREWELL_S = 2.0
+
+_NUM_CLOSE = 4
+"""For so many steps members wait for a joiner to lack nothing at all; then it may be a step behind."""
 
 _NUM_LAST = 16
 """After so many steps in which a joiner that answers has not come nearer, it is as near as it gets."""
@@ -73,7 +75,7 @@ class Feed:
         self._recorder = Recorder(trained, donors.index(member), len(donors))
         hello = {"generation": generation, "donor": member, "donors": list(donors)}
         self._outlets = [Outlet(joiner, token, hello, patience_s) for joiner in joiners]
-        self._hooks = [optimizer.register_step_post_hook(self._on_step) for optimizer in trained.optimizers]
+        self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in trained.optimizers]
         self._sent_bytes = 0
         self._starved = 0
         self._num_whole = 0  # boundaries since all was sent that will be
@@ -88,7 +90,7 @@ class Feed:
     def is_over(self) -> bool:
         """Whether nothing would be gained by waiting longer before they join."""
         return all(
-            (outlet.is_caught_up and outlet.num_marks <= 1)
+            (outlet.is_caught_up and outlet.num_marks <= int(self._num_whole > _NUM_CLOSE))
             or (self._num_whole > _NUM_LAST and outlet.num_answers > num_answers)
             for outlet, num_answers in zip(self._outlets, self._num_answers, strict=True)
             if not outlet.is_broken
@@ -116,9 +118,7 @@ class Feed:
         self._starved = self._starved + weight if room_bytes <= 0 else 0
         is_done = recorder.is_whole or self._starved >= _STARVED
         while room_bytes > 0 and not is_done and self._live:
-            frame = self._try(recorder.piece)
-            room_bytes -= frame.num_bytes
-            self._put(frame)
+            room_bytes -= self._send(lambda: [recorder.piece()])
             is_done = recorder.is_whole
         self._num_whole += is_done
         self._put(Frame({"type": "mark", "is_complete": is_done}))
@@ -127,8 +127,7 @@ class Feed:
     def end(self) -> None:
         """Send what is left, and no more: they join now."""
         self._unhook()
-        if self._live:
-            self._put(self._try(self._recorder.rest))
+        self._send(lambda: [self._recorder.rest()])
         for outlet in self._live:
             outlet.end()
 
@@ -143,19 +142,41 @@ class Feed:
         for outlet in self._outlets:
             outlet.wait_closed(timeout_s)
 
-    def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._live:
-            self._put(self._try(lambda: self._recorder.gradients(optimizer)))
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Send the gradients before the members step with them, so that the joiners do so at the same time.
 
-    def _try(self, take: Callable[[], Frame]) -> Frame:
-        """An optimizer that keeps what can't be sent is no reason for anybody to end."""
+        Returns: What the optimizer is called with instead. If it calls a closure, the gradients are that one's.
+        """
+        itself, *others = args
+        closure = others[0] if others else kwargs.get("closure")
+        if not callable(closure):
+            self._send(lambda: self._recorder.gradients(optimizer))
+            return None
+
+        def with_gradients() -> Any:
+            result = closure()
+            self._send(lambda: self._recorder.gradients(optimizer))
+            return result
+
+        return (
+            ((itself, with_gradients, *others[1:]), kwargs) if others else (args, {**kwargs, "closure": with_gradients})
+        )
+
+    def _send(self, take: Callable[[], Iterable[Frame]]) -> int:
+        """Send what is taken, frame by frame. An optimizer that keeps what can't be sent ends nothing but this.
+
+        Returns: Bytes.
+        """
+        before_bytes = self._sent_bytes
         try:
-            reach("catch_up.send")
-            return take()
+            if self._live:
+                reach("catch_up.send")
+                for frame in take():
+                    self._put(frame)
         except Exception:  # noqa: BLE001
             _log.debug("catching up ends: the state can't be sent ahead", exc_info=True)
             self.give_up()
-            return Frame({"type": "end"})
+        return self._sent_bytes - before_bytes
 
     def _put(self, frame: Frame) -> None:
         self._sent_bytes += frame.num_bytes

@@ -1,15 +1,15 @@
 """What optimizers change: sent piece by piece while they go on, and kept up to date by gradients (PROTOCOL.md#M3c).
 
 A piece is a part of a parameter and what its optimizer keeps for it. What was sent is stepped at the joiner by its own
-optimizer, with the gradients that the members' have used. That holds bit for bit for optimizers that treat each element
-by itself, and for those that treat each parameter by itself, if it is sent as one piece. Nothing relies on it, since
-`transfer` compares.
+optimizer, a few parameters at a time, with the gradients that the members' are about to use. That holds bit for bit for
+optimizers that treat each element by itself, and for those that treat each parameter by itself, if it is sent as one
+piece. Nothing relies on it, since `transfer` compares.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from lightning_ft.comm.stream import Frame
 
 PIECE_ELEMENTS = 1024 * 1024
 """Of a parameter: 12 MB with what AdamW keeps for it."""
+
+_STEP_BYTES = 8 * 1024 * 1024
+"""Of gradients: with so many the joiner steps while it receives the next."""
 
 _PLAIN = (bool, int, float, str)
 
@@ -115,17 +118,22 @@ class Recorder:
             self._left.pop(0)
         return Frame({"type": "piece", "parameter": index, "start": start, "end": end, "state": described}, tensors)
 
-    def gradients(self, optimizer: torch.optim.Optimizer) -> Frame:
-        """Take the gradients that an optimizer has just stepped with, of what was sent; copies."""
+    def gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[Frame]:
+        """Take the gradients that an optimizer is about to step with, of what was sent; copies."""
         number = next(index for index, known in enumerate(self._trained.optimizers) if known is optimizer)
-        tensors, entries = [], []
+        header = {"type": "step", "optimizer": number, "groups": _groups(optimizer)}
+        tensors: list[Tensor] = []
+        entries: list[list[Any]] = []
         for index, end in self._sent.items():
             gradient = self._trained.parameters[index].grad
             if self._optimizer_of[index] == number and gradient is not None:
                 entries.append([index, end, str(gradient.dtype).removeprefix("torch.")])
                 tensors.append(_copy(_flat(gradient)[:end]))
-        header = {"type": "step", "optimizer": number, "groups": _groups(optimizer), "gradients": entries}
-        return Frame(header, tensors)
+                if sum(tensor.nbytes for tensor in tensors) >= _STEP_BYTES:
+                    yield Frame({**header, "gradients": entries}, tensors)
+                    tensors, entries = [], []
+        if entries:
+            yield Frame({**header, "gradients": entries}, tensors)
 
     def rest(self) -> Frame:
         """Take what belongs to no parameter, as of now: rates, which a schedule changes between steps, and an order."""
@@ -203,15 +211,23 @@ class Replayer:
             parameter.grad = None
         for index, end, dtype_name in header["gradients"]:
             parameter = self._trained.parameters[index]
-            gradient = self._gradients.get(index)
-            if gradient is None:
-                gradient = self._gradients[index] = torch.zeros_like(parameter, dtype=getattr(torch, dtype_name))
-            _flat(gradient)[:end] = reader.next(gradient.dtype, (end,)).to(gradient.device)
-            parameter.grad = gradient
-        if header["gradients"]:
-            optimizer.step()
+            sent = reader.next(getattr(torch, dtype_name), (end,)).to(parameter.device)
+            parameter.grad = self._whole(index, sent)
+        optimizer.step()
         for parameter in known:
             parameter.grad = None
+
+    def _whole(self, index: int, sent: Tensor) -> Tensor:
+        """Return a parameter's gradient, of which the beginning was sent: what else there is of it is sent anew."""
+        parameter = self._trained.parameters[index]
+        if sent.numel() == parameter.numel():
+            self._gradients.pop(index, None)
+            return sent.view(parameter.shape)
+        gradient = self._gradients.get(index)
+        if gradient is None:
+            gradient = self._gradients[index] = torch.zeros_like(parameter, dtype=sent.dtype)
+        _flat(gradient)[: sent.numel()] = sent
+        return gradient
 
 
 class _Reader:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
+import os
 import pickle
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +32,9 @@ _MAX_CHUNK = 4 * 1024 * 1024
 """Bytes that are compared, and sent or not, as a whole."""
 
 _DIGEST_BYTES = 16
+
+_MOST_THREADS = 4
+"""Find the digests of what a joiner has: all of it, where each member has its share."""
 
 _DIGESTS_TAG, _WANTED_TAG, _FIRST_PIECE_TAG = range(3)
 
@@ -68,6 +75,8 @@ class StateTransfer:
     Attributes:
         sent_bytes: Of the tensors, what was sent to this joiner.
         total_bytes: Of all tensors.
+        durations_s: For how long this joiner got its own state ready (`drain`), found what it lacks (`compare`),
+            received that (`receive`) and loaded the state (`load`).
     """
 
     def __init__(
@@ -82,7 +91,22 @@ class StateTransfer:
         self._take = take
         self._progress = progress
         self._own = own
+        self._known: _Known | None = None
+        self._ahead: tuple[int, int, Digests] | None = None
         self.sent_bytes = self.total_bytes = 0
+        self.durations_s = dict.fromkeys(("drain", "compare", "receive", "load"), 0.0)
+
+    def begin_as_joiner(self) -> None:
+        """Begin to find the digests of what this process has, while its group is made. It must not change any more."""
+        with self._measured("drain"):
+            cargo = self._load_own()
+        self._known = _Known(cargo)
+
+    def begin_as_donor(self, rank: int, num_donors: int) -> None:
+        """Begin to find the digests that this one tells, if the donors are these. What it sends must not change."""
+        if self._own is not None:
+            chunks = cut(_on_cpu(self._load().tensors))
+            self._ahead = num_donors, rank, Digests(chunks[rank::num_donors], 1)
 
     def run(self, place: Place, plan: SettlePlan) -> None:
         """Take part.
@@ -92,7 +116,10 @@ class StateTransfer:
             LaunchError: This process is a joiner, and the state does not fit it.
         """
         is_joiner = place.rank in plan.joiners
-        cargo = self._load_own() if is_joiner else self._load()
+        if is_joiner and self._known is None:
+            self.begin_as_joiner()
+        known = self._known
+        cargo = known.cargo if is_joiner and known is not None else self._load()
         row = torch.tensor([_crc(cargo.tensors), len(cargo.skeleton), int(self._own is not None)])
         slots = gather_now(place, row).view(torch.int64).tolist()
         holders = [rank for rank in range(place.size) if rank not in plan.joiners]
@@ -106,12 +133,11 @@ class StateTransfer:
         if is_joiner:
             with _own_errors(place):
                 unpacker = _Unpacker(header.numpy().tobytes())
-            self._receive(place, donors, unpacker, cargo if compares else None)
-            with _own_errors(place):
+            self._receive(place, donors, unpacker, known if compares else None)
+            with _own_errors(place), self._measured("load"):
                 self._take(unpacker.state())
         elif place.rank in donors:
-            tensors = [tensor.cpu().contiguous() for tensor in cargo.tensors]
-            self._send(place, donors, plan.joiners, tensors, compares=compares)
+            self._send(place, donors, plan.joiners, _on_cpu(cargo.tensors), compares=compares)
 
     def _load_own(self) -> Cargo:
         """What this joiner has itself; nothing if that can't be told, since it may be sent everything."""
@@ -129,7 +155,7 @@ class StateTransfer:
         chunks = cut(tensors)
         wanted = {joiner: torch.ones(len(chunks), dtype=torch.bool) for joiner in joiners}
         if compares and chunks:
-            own = _digests(share_of(chunks, donors, place.rank))
+            own = self._digests_of_share(chunks, donors, donors.index(place.rank))
             works = [place.group.send([own], joiner, _DIGESTS_TAG) for joiner in joiners if own.numel()]
             works += [place.group.recv([as_bytes(wanted[joiner])], joiner, _WANTED_TAG) for joiner in joiners]
             self._wait(place, works, "comparing the state with a joiner's")
@@ -140,23 +166,19 @@ class StateTransfer:
                     works.append(place.group.send([piece], joiner, tag))
         self._wait(place, works, "handing over the state")
 
-    def _receive(self, place: Place, donors: Sequence[int], unpacker: _Unpacker, own: Cargo | None) -> None:
+    def _digests_of_share(self, chunks: Sequence[Tensor], donors: Sequence[int], index: int) -> Tensor:
+        if self._ahead is not None and self._ahead[:2] == (len(donors), index):
+            return self._ahead[2].wait()
+        return Digests(chunks[index :: len(donors)], 1).wait()
+
+    def _receive(self, place: Place, donors: Sequence[int], unpacker: _Unpacker, known: _Known | None) -> None:
         """Receive all stripes of what this joiner has not."""
         chunks = cut(unpacker.tensors)
         wanted = torch.ones(len(chunks), dtype=torch.bool)
-        if own is not None and chunks:
-            shares = {donor: len(share_of(chunks, donors, donor)) for donor in donors}
-            rows = {donor: torch.empty(count, _DIGEST_BYTES, dtype=torch.uint8) for donor, count in shares.items()}
-            works = [place.group.recv([rows[donor]], donor, _DIGESTS_TAG) for donor in donors if shares[donor]]
-            known = _Known(own)
-            self._wait(place, works, "comparing the state with the job's")
-            digests = [b""] * len(chunks)
-            for index, donor in enumerate(donors):
-                digests[index :: len(donors)] = [row.tobytes() for row in rows[donor].numpy()]
-            wanted = known.fill(unpacker, digests)
+        if known is not None and chunks:
+            with self._measured("compare"):
+                wanted = self._compare(place, donors, unpacker, known)
             chunks = cut(unpacker.tensors)
-            works = [place.group.send([as_bytes(wanted)], donor, _WANTED_TAG) for donor in donors]
-            self._wait(place, works, "asking for the state")
         missing = _select(chunks, wanted)
         self.sent_bytes = sum(chunk.nbytes for chunk in missing)
         self.total_bytes = sum(chunk.nbytes for chunk in chunks)
@@ -164,7 +186,33 @@ class StateTransfer:
             place.group.recv([piece], donor, tag)
             for tag, (donor, piece) in enumerate(_pieces(missing, donors), _FIRST_PIECE_TAG)
         ]
-        self._wait(place, works, "being handed the state")
+        with self._measured("receive"):
+            self._wait(place, works, "being handed the state")
+
+    def _compare(self, place: Place, donors: Sequence[int], unpacker: _Unpacker, known: _Known) -> Tensor:
+        """Put what this joiner has where it belongs, and ask for the rest. Returns: As `_Known.fill`."""
+        num_chunks = len(cut(unpacker.tensors))
+        rows = {
+            donor: torch.empty(len(range(num_chunks)[index :: len(donors)]), _DIGEST_BYTES, dtype=torch.uint8)
+            for index, donor in enumerate(donors)
+        }
+        works = [place.group.recv([row], donor, _DIGESTS_TAG) for donor, row in rows.items() if row.numel()]
+        self._wait(place, works, "comparing the state with the job's")
+        digests = [b""] * num_chunks
+        for index, row in enumerate(rows.values()):
+            digests[index :: len(donors)] = [digest.tobytes() for digest in row.numpy()]
+        wanted = known.fill(unpacker, digests)
+        works = [place.group.send([as_bytes(wanted)], donor, _WANTED_TAG) for donor in donors]
+        self._wait(place, works, "asking for the state")
+        return wanted
+
+    @contextlib.contextmanager
+    def _measured(self, name: str) -> Iterator[None]:
+        started_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.durations_s[name] = round(time.monotonic() - started_s, 6)
 
     def _wait(self, place: Place, works: Sequence[dist.Work], what: str) -> None:
         if works:
@@ -176,21 +224,33 @@ def cut(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [chunk for tensor in tensors if tensor.nbytes for chunk in as_bytes(tensor).split(_MAX_CHUNK)]
 
 
-def share_of(chunks: Sequence[Tensor], donors: Sequence[int], donor: int) -> Sequence[Tensor]:
-    """Return the chunks whose digests a donor tells."""
-    return chunks[donors.index(donor) :: len(donors)]
+def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.cpu().contiguous() for tensor in tensors]
 
 
 def _select(chunks: Sequence[Tensor], wanted: Tensor) -> list[Tensor]:
     return [chunk for chunk, is_wanted in zip(chunks, wanted.tolist(), strict=True) if is_wanted]
 
 
-def _digests(chunks: Sequence[Tensor]) -> Tensor:
-    """Return the chunks' digests, uint8, shape [number of chunks, _DIGEST_BYTES]."""
-    arrays: list[Any] = [chunk.numpy() for chunk in chunks]
-    found = b"".join(map(xxhash.xxh3_128_digest, arrays))
-    flat = torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)
-    return flat.view(-1, _DIGEST_BYTES)
+class Digests:
+    """The digests of chunks: threads of their own find them from now on.
+
+    Args:
+        chunks: They must not change before `wait`.
+        num_threads: How many.
+    """
+
+    def __init__(self, chunks: Sequence[Tensor], num_threads: int) -> None:
+        arrays: list[Any] = [chunk.numpy() for chunk in chunks]
+        pool = ThreadPoolExecutor(num_threads, "lightning_ft digests")
+        self._found = [pool.submit(xxhash.xxh3_128_digest, array) for array in arrays]
+        pool.shutdown(wait=False)
+
+    def wait(self) -> Tensor:
+        """Return them, uint8, shape [number of chunks, _DIGEST_BYTES]."""
+        found = b"".join(future.result() for future in self._found)
+        flat = torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)
+        return flat.view(-1, _DIGEST_BYTES)
 
 
 def _crc(tensors: Sequence[Tensor]) -> int:
@@ -201,18 +261,21 @@ class _Known:
     """What a joiner has already, by what it is: chunks that it need not be sent.
 
     Args:
-        cargo: Its own state. Its tensors are compared on the CPU.
+        cargo: Its own state. Its tensors are compared on the CPU; they must not change.
+
+    Attributes:
+        cargo: As given.
     """
 
     def __init__(self, cargo: Cargo) -> None:
-        self._skeleton = cargo.skeleton
-        self._tensors = [tensor.cpu().contiguous() for tensor in cargo.tensors]
-        self._digests = [[row.tobytes() for row in _digests(cut([tensor])).numpy()] for tensor in self._tensors]
-        self._chunk_of = {
-            digest: chunk
-            for tensor, digests in zip(self._tensors, self._digests, strict=True)
-            for digest, chunk in zip(digests, cut([tensor]), strict=True)
-        }
+        self.cargo = cargo
+        self._tensors = _on_cpu(cargo.tensors)
+        self._chunks = cut(self._tensors)
+        self._digests = Digests(self._chunks, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+
+    @functools.cached_property
+    def _found(self) -> list[bytes]:
+        return [row.tobytes() for row in self._digests.wait().numpy()]
 
     def fill(self, unpacker: _Unpacker, digests: Sequence[bytes]) -> Tensor:
         """Put what is known where it belongs. Returns: Which chunks are not known, bool, shape [number of chunks].
@@ -220,17 +283,18 @@ class _Known:
         If the whole tree is as the job's, a tensor that is the job's stays where it is, and costs no copy. Otherwise
         it is copied, since what is equal now may be another thing, and change later.
         """
-        is_same_tree = self._skeleton != b"" and unpacker.has_tree_of(self._skeleton)
+        is_same_tree = self.cargo.skeleton != b"" and unpacker.has_tree_of(self.cargo.skeleton)
+        chunk_of = dict(zip(self._found, self._chunks, strict=True))
         wanted, start = [], 0
         for index, tensor in enumerate(unpacker.tensors):
             end = start + len(cut([tensor]))
             job = digests[start:end]
-            if is_same_tree and self._digests[index] == job:
+            if is_same_tree and self._found[start:end] == job:
                 unpacker.tensors[index] = self._tensors[index]
                 wanted += [False] * len(job)
             else:
                 for chunk, digest in zip(cut([tensor]), job, strict=True):
-                    known = self._chunk_of.get(digest)
+                    known = chunk_of.get(digest)
                     is_known = known is not None and known.numel() == chunk.numel()
                     if known is not None and is_known:
                         chunk.copy_(known)

@@ -53,12 +53,22 @@ class Process:
         return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def step(self, number: int) -> None:
-        """Do what all members do: step with the same gradients."""
-        torch.manual_seed(number)
-        for index, parameter in enumerate(self.net.parameters()):
-            is_used = parameter.requires_grad and (index > 1 or number % 3 > 0)
-            parameter.grad = torch.randn_like(parameter) if is_used else None
-        self.optimizer.step()
+        """Do what all members do: step with the same gradients, which are there before or come from a closure."""
+
+        def set_gradients() -> float:
+            torch.manual_seed(number)
+            for index, parameter in enumerate(self.net.parameters()):
+                is_used = parameter.requires_grad and (index > 1 or number % 3 > 0)
+                parameter.grad = torch.randn_like(parameter) if is_used else None
+            return 0.0
+
+        if number % 2:
+            set_gradients()
+            self.optimizer.step()
+        elif number % 4:
+            self.optimizer.step(set_gradients)
+        else:
+            self.optimizer.step(closure=set_gradients)
         self.schedule.step()
 
 
@@ -79,6 +89,7 @@ def store(stores: list[GlooTransport]) -> GlooTransport:
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces, few of them in a step."""
     monkeypatch.setattr(replay, "PIECE_ELEMENTS", 64)
+    monkeypatch.setattr(replay, "_STEP_BYTES", 64)
     monkeypatch.setattr(pace, "_FIRST_BYTES", 4096)
 
 
@@ -142,6 +153,35 @@ def test_a_joiner_has_bitwise_what_members_have(store: GlooTransport, name: str)
         follower.finish()
     assert not equal(before, joiner.replicated()), "the last step must have come with the end"
     assert equal(joiner.replicated(), members[0].replicated())
+
+
+def test_a_joiner_steps_while_members_do(store: GlooTransport) -> None:
+    """It has their gradients before they have stepped themselves: at its admission they do not wait for its step."""
+    process, joiner = Process(OPTIMIZERS["sgd"], 0), Process(OPTIMIZERS["sgd"], 0)
+    with following(store, joiner):
+        one = Feed(
+            process.trained(),
+            [store.address],
+            donors=DONORS[:1],
+            member="0/0",
+            generation=1,
+            token=TOKEN,
+            pace=Pace(0.1),
+            patience_s=PATIENCE_S,
+        )
+        there, here = joiner.net[1].weight, process.net[1].weight
+        step = train([process], [one], lambda: one.is_over and torch.equal(there, here))
+        before, deadline_s = there.detach().clone(), time.monotonic() + 60.0
+
+        def wait(*_: object) -> None:
+            while torch.equal(there, before):
+                assert time.monotonic() < deadline_s, "the joiner has not stepped"
+                time.sleep(0.001)
+            assert torch.equal(here, before)
+
+        process.optimizer.register_step_pre_hook(wait)
+        one.at_boundary()
+        process.step(step - step % 2 + 1)
 
 
 def test_one_that_dies_does_not_hold_up_another(stores: list[GlooTransport]) -> None:

@@ -62,7 +62,11 @@ def equal(found: Any, expected: Any) -> bool:
 
 
 def hand_over(
-    places: list[Place], joiners: tuple[int, ...], states: list[State], owns: dict[int, Own] | None = None
+    places: list[Place],
+    joiners: tuple[int, ...],
+    states: list[State],
+    owns: dict[int, Own] | None = None,
+    expected: tuple[int, ...] = (),
 ) -> dict[int, State]:
     """Run a transfer, and return what each joiner took.
 
@@ -71,6 +75,7 @@ def hand_over(
         joiners: Their ranks.
         states: Of all.
         owns: What members say that they have themselves; all must, for it to count. Then `missing` has what was sent.
+        expected: Ranks that find their digests before they meet, and take themselves for all the donors.
     """
     plan = SettlePlan(target=8, donor=None, laggards=(), joiners=joiners, handover_is_void=False)
     taken: dict[int, State] = {}
@@ -83,6 +88,10 @@ def hand_over(
             lambda _: None,
             own=(owns or {}).get(place.rank),
         )
+        if place.rank in expected:
+            own.begin_as_donor(expected.index(place.rank), len(expected))
+        elif place.rank in joiners and expected:
+            own.begin_as_joiner()
         transfers.append(own)
         runs.append(lambda own=own, place=place: own.run(place, plan))
     inner_groups.together(*runs)
@@ -102,14 +111,17 @@ def cargo(replicated: Any) -> Own:
     return lambda: transfer.pack(State(replicated, None))
 
 
-def test_a_joiner_is_sent_what_it_has_not(places: list[Place], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunk by chunk, from all donors; two joiners need not lack the same."""
+@pytest.mark.parametrize("expected", [(), (0, 3), (0,), (0, 1, 3), (3, 0)], ids=str)
+def test_a_joiner_is_sent_what_it_has_not(
+    places: list[Place], expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunk by chunk, from all donors; two joiners need not lack the same, and donors may be others than expected."""
     monkeypatch.setattr(transfer, "_MAX_CHUNK", 64)
     states = [state(rank) for rank in range(NUM_MEMBERS)]
     other = copy.deepcopy(states[2].replicated)
     other["weights"][0][30:] += 1.0
     owns = {0: cargo({}), 3: cargo({}), 1: cargo(states[1].replicated), 2: cargo(other)}
-    taken = hand_over(places, (1, 2), states, owns)
+    taken = hand_over(places, (1, 2), states, owns, expected)
     for found in taken.values():
         assert equal(found.replicated, states[0].replicated)
     sent, total = missing[1]
