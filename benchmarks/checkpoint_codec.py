@@ -23,7 +23,7 @@ import torch
 
 from lightning_ft.checkpoint.codec import check_stored, decode
 from lightning_ft.checkpoint.format import Buffer
-from lightning_ft.checkpoint.records import NO_REFERENCE, Frame
+from lightning_ft.checkpoint.records import FRAME_BYTES, NO_REFERENCE, Frame
 from lightning_ft.checkpoint.share import Chunks, PackWriter, compared, copied
 from lightning_ft.checkpoint.tree import FlatState
 
@@ -127,11 +127,9 @@ def _encoded(flat: FlatState, work: Any) -> tuple[list[tuple[Frame, Buffer]], Ch
     while writer.has_more():
         pieces = iter(writer.pack(frames))
         next(pieces)
-        for piece in pieces:
-            frame = frames[-1]
-            assert len(piece) == 112
-            stored.append(next(pieces) if frame.stored_bytes else b"")
-    return list(zip(frames, stored, strict=True)), copies
+        stored += pieces
+    rest = iter(stored)
+    return [(frame, next(rest) if frame.stored_bytes else b"") for frame in frames], copies
 
 
 def decoded(base: list[tuple[Frame, Buffer]], difference: list[tuple[Frame, Buffer]], out: dict[Any, Any]) -> None:
@@ -170,7 +168,7 @@ def measure(name: str, num_steps: int, repeats: int) -> dict[str, float]:
             check_stored(frame, stored, "")
         seconds["verify"].append(time.thread_time() - began)
     num_bytes = sum(frame.num_bytes for frame, _ in difference)
-    sizes = [sum(112 + frame.stored_bytes for frame, _ in frames) for frames in (base, difference)]
+    sizes = [sum(FRAME_BYTES + frame.stored_bytes for frame, _ in frames) for frames in (base, difference)]
     gigabytes = {"encode": num_bytes, "decode": num_bytes, "verify": sum(sizes)}
     return {
         "MB": num_bytes / 1e6,

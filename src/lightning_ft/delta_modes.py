@@ -109,6 +109,7 @@ class _GradlogMode(Mode):
         self._log: GradientLog | None = None
         self._flat: FlatState | None = None
         self._last_step = -1
+        self._interval = 1
         self._undo: Callable[[], None] = lambda: None
         self._told: set[str] = set()
 
@@ -119,6 +120,7 @@ class _GradlogMode(Mode):
                 f"every_n_train_steps must be from 1 to {MAX_PENDING} for mode={GRADLOG!r}, which keeps the gradients "
                 f"of each step, got {num_steps or 'another interval'}"
             )
+        self._interval = num_steps
 
     @override
     def begin(self, trainer: Trainer) -> None:
@@ -144,7 +146,7 @@ class _GradlogMode(Mode):
 
     @override
     def must_wait(self) -> bool:
-        return self._log is not None and self._log.num_pending >= MAX_PENDING
+        return self._log is not None and self._log.num_pending >= max(self._interval, self._log.max_held)
 
     @override
     def needs_base(self, trainer: Trainer, state: Mapping[Any, Any], writer: Writer) -> bool:

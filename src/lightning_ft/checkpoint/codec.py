@@ -148,8 +148,8 @@ def decode(frame: Frame, stored: Buffer, out: Bytes, held: bytes, piece: str) ->
     """Check a frame's bytes and decode them.
 
     Args:
-        frame: Its header.
-        stored: The bytes that follow it.
+        frame: Its row of the index.
+        stored: Its bytes in the pack.
         out: Where to, `frame.num_bytes` long. For a codec that refers to the parent it holds the parent's chunk.
         held: The hash of what it holds.
         piece: Path of the pack, for errors.

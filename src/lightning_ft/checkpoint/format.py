@@ -11,6 +11,7 @@ import dataclasses
 import json
 import re
 import struct
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -46,10 +47,10 @@ MAX_DIMENSIONS = 64
 """As many as torch allows."""
 
 _PACK_MAGIC = b"LFTPACK1"
-_FRAME_MAGIC = b"LFTF"
 _DOCUMENT = struct.Struct("<8sIIQ")  # magic, version, bytes of JSON, number of frames
-_FRAME = struct.Struct("<4sHHIQII24s20s16s16sI")
-_FRAME_CRC = struct.Struct("<I")
+_FRAME = struct.Struct("<IIQII24s20s16s16sI")
+_MOST_PER_BYTE = 1032
+"""What deflate makes of a byte at most."""
 
 
 def hash_of(data: Buffer) -> bytes:
@@ -66,7 +67,7 @@ def crc_of(data: Buffer) -> int:
 
 
 def dump_frame(frame: Frame) -> bytes:
-    """Return the header's bytes, `FRAME_BYTES` of them.
+    """Return a frame's row of the index, `FRAME_BYTES` bytes.
 
     Raises:
         ValueError: A name or a number does not fit.
@@ -75,11 +76,9 @@ def dump_frame(frame: Frame) -> bytes:
     if not 0 < len(dtype) <= 24 or not 0 < len(codec) <= 20:
         raise ValueError(f"frame: expected a dtype of 1 to 24 and a codec of 1 to 20 characters, got {frame!r}")
     try:
-        header = _FRAME.pack(
-            _FRAME_MAGIC,
-            VERSION,
-            frame.slot,
+        return _FRAME.pack(
             frame.stream,
+            frame.slot,
             frame.start,
             frame.num_bytes,
             frame.stored_bytes,
@@ -91,29 +90,19 @@ def dump_frame(frame: Frame) -> bytes:
         )
     except struct.error as error:
         raise ValueError(f"frame: {error}: {frame!r}") from None
-    return header + _FRAME_CRC.pack(crc_of(header))
 
 
 def load_frame(data: Buffer, piece: str) -> Frame:
-    """Read a header.
+    """Read a row.
 
     Args:
         data: `FRAME_BYTES` bytes.
         piece: What it is part of, for the error.
 
     Raises:
-        CheckpointDamagedError: It is not what was written.
-        UnsupportedCheckpointError: It is of a newer version.
+        CheckpointDamagedError: It makes no sense.
     """
-    if len(data) != FRAME_BYTES:
-        raise CheckpointDamagedError(f"a frame's header has {len(data)} instead of {FRAME_BYTES} bytes", piece)
-    header = bytes(data[: _FRAME.size])
-    if _FRAME_CRC.unpack_from(data, _FRAME.size)[0] != crc_of(header):
-        raise CheckpointDamagedError("a frame's header does not match its crc32c", piece)
-    magic, version, slot, stream, start, num_bytes, stored, *names, reference, decoded, crc = _FRAME.unpack(header)
-    if magic != _FRAME_MAGIC:
-        raise CheckpointDamagedError(f"a frame's header begins with {magic!r}", piece)
-    _check_version(version, piece)
+    stream, slot, start, num_bytes, stored, *names, reference, decoded, crc = _FRAME.unpack(data)
     names = [name.rstrip(b"\0") for name in names]
     if any(not re.fullmatch(rb"[!-~]+", name) for name in names):
         raise CheckpointDamagedError(f"a frame's dtype or codec is not a name: {names}", piece)
@@ -170,7 +159,7 @@ def state_hash(streams: Iterable[Stream], decoded_hashes: Mapping[tuple[int, int
 
 
 def dump_document(document: Footer | Manifest) -> bytes:
-    """Return the bytes of a footer or a manifest: head, JSON, the frames' headers, xxh3-128 of all that.
+    """Return the bytes of a footer or a manifest: head, compressed JSON and index, xxh3-128 of all that.
 
     Raises:
         ValueError: A frame's name or number does not fit.
@@ -183,13 +172,8 @@ def dump_document(document: Footer | Manifest) -> bytes:
     if isinstance(document, Footer) and not document.extra:
         del values["extra"]
     fields = dump_json(values)
-    body = b"".join(
-        [
-            _DOCUMENT.pack(document.magic, VERSION, len(fields), len(document.frames)),
-            fields,
-            *map(dump_frame, document.frames),
-        ]
-    )
+    head = _DOCUMENT.pack(document.magic, VERSION, len(fields), len(document.frames))
+    body = head + zlib.compress(b"".join([fields, *map(dump_frame, document.frames)]))
     return body + hash_of(body)
 
 
@@ -246,7 +230,7 @@ def _check_packs(document: Footer | Manifest, piece: str) -> None:
         raise CheckpointDamagedError(f"the packs do not have the {len(frames)} frames of the index", piece)
     sizes = {(pack.rank, pack.number): PACK_HEADER_BYTES for pack in packs}
     for pack, _, frame in located(packs, frames):
-        sizes[pack.rank, pack.number] += FRAME_BYTES + frame.stored_bytes
+        sizes[pack.rank, pack.number] += frame.stored_bytes
     for pack in packs:
         if pack.num_bytes != sizes[pack.rank, pack.number] or pack.num_bytes > MAX_PACK_BYTES:
             raise CheckpointDamagedError(f"{pack} does not have the bytes of its frames", piece)
@@ -273,19 +257,30 @@ def _load_document(
     if found != magic:
         raise CheckpointDamagedError(f"it begins with {found!r} instead of {magic!r}", piece)
     _check_version(version, piece)
-    if len(data) != _DOCUMENT.size + json_bytes + num_frames * FRAME_BYTES + HASH_BYTES:
-        raise CheckpointDamagedError(f"its {len(data)} bytes are not those of its head", piece)
-    end = _DOCUMENT.size + json_bytes
+    contents = _inflate(data[_DOCUMENT.size : -HASH_BYTES], json_bytes + num_frames * FRAME_BYTES, piece)
     try:
-        values = parse_json(data[_DOCUMENT.size : end])
+        values = parse_json(contents[:json_bytes])
         if magic == Footer.magic and isinstance(values, dict):
             values.setdefault("extra", {})
         fields = read_fields("document", values, readers)
     except ValueError as error:
         raise CheckpointDamagedError(str(error), piece) from None
-    index = memoryview(data)[end:-HASH_BYTES]
-    frames = tuple(load_frame(index[at : at + FRAME_BYTES], piece) for at in range(0, len(index), FRAME_BYTES))
-    return fields, frames
+    rows = range(json_bytes, len(contents), FRAME_BYTES)
+    return fields, tuple(load_frame(contents[at : at + FRAME_BYTES], piece) for at in rows)
+
+
+def _inflate(data: bytes, num_bytes: int, piece: str) -> memoryview:
+    """Decompress what claims to be so long, if it is."""
+    if num_bytes > _MOST_PER_BYTE * len(data):
+        raise CheckpointDamagedError(f"{len(data)} bytes can't be the {num_bytes} that its head says", piece)
+    inflater = zlib.decompressobj()
+    try:
+        contents = inflater.decompress(data, num_bytes + 1)
+    except zlib.error as error:
+        raise CheckpointDamagedError(f"it can't be decompressed: {error}", piece) from None
+    if len(contents) != num_bytes or not inflater.eof or inflater.unused_data:
+        raise CheckpointDamagedError(f"its contents are not the {num_bytes} bytes that its head says", piece)
+    return memoryview(contents)
 
 
 # -- JSON -----------------------------------------------------------------------------------------------------------

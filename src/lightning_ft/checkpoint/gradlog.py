@@ -2,8 +2,10 @@
 
 Between two checkpoints `stepping` is called before each step, when nothing changes the gradients any more, and
 `stepped` after it. What an optimizer makes of gradients depends on nothing else, so a reader can take the steps again
-(`replay`). That nobody else has changed what the optimizer owns is made sure of by hashes, after each step, before the
-next, and when a checkpoint is made: if somebody has, the next checkpoint is a base, and nothing is lost.
+(`replay`). That nobody else has changed what the optimizer owns is made sure of by a `Guard`, before each step and when
+a checkpoint is made: if somebody has, the next checkpoint is a base, and nothing is lost.
+
+While training stands still for it the gradients are copied and what the optimizer has made is hashed, once each.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ import torch
 
 from lightning_ft.checkpoint.codec import UNCHANGED
 from lightning_ft.checkpoint.format import crc_of, hash_of
+from lightning_ft.checkpoint.guard import Guard, Owned
+from lightning_ft.checkpoint.host_memory import HostMemory, copy_in_threads
 from lightning_ft.checkpoint.log import ITEM_BYTES, Clip, Log, Step, Trained, dump_log
 from lightning_ft.checkpoint.records import NO_REFERENCE, REPLAYED, Frame
 from lightning_ft.checkpoint.replay import OPTIMIZERS
 from lightning_ft.checkpoint.share import Logged, Work, cut, share_of
 from lightning_ft.checkpoint.tensors import (
     Bytes,
-    bytes_of_tensor,
     flat_bytes,
     is_dense,
     is_plain_tensor,
@@ -33,7 +36,22 @@ from lightning_ft.checkpoint.tensors import (
 from lightning_ft.checkpoint.tree import FlatState
 
 MAX_PENDING = 8
-"""So many steps are held in memory at most, when the storage is slow."""
+"""So many steps lie between two checkpoints at most."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pending:
+    """A step since the last checkpoint.
+
+    Attributes:
+        step: What is known of it.
+        works: This rank's share of its gradients.
+        memory: Where that is.
+    """
+
+    step: Step
+    works: list[Work]
+    memory: torch.Tensor
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -71,11 +89,11 @@ class GradientLog:
         self._optimizer = optimizer
         self._rank = rank
         self._num_ranks = num_ranks
-        self._pending: list[tuple[Step, list[Work]]] = []
+        self._pending: list[_Pending] = []
+        self._memory = HostMemory()
         self._groups: tuple[tuple[Trained, ...], ...] = ()
         self._streams: list[int] = []  # of each parameter
-        self._watched: dict[int, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
-        self._hashes: dict[tuple[int, int], bytes] = {}  # of what is watched, after the last step
+        self._guard = Guard({})
         self._known: dict[tuple[int, int], bytes] = {}  # of this rank's chunks of the last checkpoint
 
     @property
@@ -83,13 +101,20 @@ class GradientLog:
         """How many steps are held since the last checkpoint."""
         return len(self._pending)
 
+    @property
+    def max_held(self) -> int:
+        """So many steps may be held while as many are written: together that takes no more than twice the state."""
+        sizes = {index: item.tensor.numel() * item.tensor.element_size() for index, item in self._guard.owned.items()}
+        gradients = sum(sizes[index] for index in self._streams if index in sizes)
+        return max(1, min(MAX_PENDING, sum(sizes.values()) // max(gradients, 1)))
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def stepping(self) -> None:
         """Take down the gradients that the optimizer is going to use, or that are going to be clipped by their norm."""
         if self.broken is not None:
             return
-        if self._hash_watched() != self._hashes:
+        if not self._guard.is_as_noted():
             self._break("parameters or their averages were changed between two optimizer steps")
             return
         if len(self._pending) >= MAX_PENDING:
@@ -103,14 +128,21 @@ class GradientLog:
             return
         described = tuple((self._streams[number], dtype) for number, dtype, _ in gradients)
         step = Step(options, clip=None, is_skipped=True, gradients=described)
-        sizes = [(at, data.numel()) for at, (_, _, data) in enumerate(gradients)]
-        works = []
-        for at, start, end in cut(sizes, self._rank, self._num_ranks):
+        spans = list(
+            cut([(at, data.numel()) for at, (_, _, data) in enumerate(gradients)], self._rank, self._num_ranks)
+        )
+        is_pinned = any(data.is_cuda for _, _, data in gradients)
+        memory = self._memory.take(sum(end - start for _, start, end in spans), is_pinned=is_pinned)
+        works, copies, position = [], [], 0
+        for at, start, end in spans:
             number, dtype, data = gradients[at]
-            chunk: Bytes = np.array(data[start:end].cpu().numpy())
+            kept = memory[position : position + end - start]
+            position += end - start
+            copies.append((kept, data[start:end]))
             slot = len(self._pending) + 1
-            works.append(Work(self._streams[number], start, chunk, slot=slot, dtype=dtype, is_own=True))
-        self._pending.append((step, works))
+            works.append(Work(self._streams[number], start, kept.numpy(), slot=slot, dtype=dtype, is_own=True))
+        copy_in_threads(copies)
+        self._pending.append(_Pending(step, works, memory))
 
     def clipped(self, total_norm: torch.Tensor, max_norm: float) -> bool:
         """Say how the gradients of the last `stepping` were clipped since.
@@ -120,27 +152,34 @@ class GradientLog:
         """
         if self.broken is not None:
             return True
-        step, works = self._pending.pop()
-        norm, dtypes = float(total_norm), {dtype for _, dtype in step.gradients}
+        last = self._pending.pop()
+        norm, dtypes = float(total_norm), {dtype for _, dtype in last.step.gradients}
         if not np.isfinite(norm) or total_norm.dtype is not torch.float32 or dtypes != {"float32"}:
+            self._memory.give_back(last.memory)
             return False
-        self._pending.append((dataclasses.replace(step, clip=Clip(float(max_norm), norm)), works))
+        step = dataclasses.replace(last.step, clip=Clip(float(max_norm), norm))
+        self._pending.append(dataclasses.replace(last, step=step))
         return True
 
     def stepped(self) -> None:
         """Note that the optimizer has taken its step: with gradients that are not finite a scaler leaves it out."""
         if self.broken is not None:
             return
-        if not self._pending or not self._pending[-1][0].is_skipped:
+        if not self._pending or not self._pending[-1].step.is_skipped:
             self._break("the optimizer took a step that Lightning did not ask for")
             return
-        step, works = self._pending[-1]
-        self._pending[-1] = dataclasses.replace(step, is_skipped=False), works
-        self._hashes = self._hash_watched()
+        last = self._pending[-1]
+        self._pending[-1] = dataclasses.replace(last, step=dataclasses.replace(last.step, is_skipped=False))
+        self._guard.note()
 
     def _break(self, reason: str) -> None:
         self.broken = reason
-        self._pending.clear()
+        self._clear()
+
+    def _clear(self) -> None:
+        for pending in self._pending:
+            self._memory.give_back(pending.memory)
+        self._pending = []
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -160,14 +199,6 @@ class GradientLog:
                 gradient = like.copy_(gradient)
             yield number, dtype, flat_bytes(gradient)
 
-    def _hash_watched(self) -> dict[tuple[int, int], bytes]:
-        found = {}
-        for index, (tensor, spans) in self._watched.items():
-            data = bytes_of_tensor(tensor)
-            for start, end in spans:
-                found[index, start] = hash_of(data[start:end].data)
-        return found
-
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def check(self, flat: FlatState, num_steps: int) -> str | None:
@@ -181,7 +212,7 @@ class GradientLog:
             self._break(f"of {num_steps} steps since the last checkpoint {len(self._pending)} are known")
         if self.broken is None and not self._is_told_by(flat):
             self._break("the optimizer has other parameters or averages than at the last checkpoint")
-        if self.broken is None and self._hash_watched() != self._hashes:
+        if self.broken is None and not self._guard.is_as_noted():
             self._break("parameters or their averages were changed after the optimizer's step")
         return self.broken
 
@@ -196,8 +227,8 @@ class GradientLog:
         places = {
             (index, at) for index, at, _ in share_of(flat.streams, self._rank, self._num_ranks) if index in replayed
         }
-        tensors = ((flat.tensor(index), tensor) for index, (tensor, _) in self._watched.items())
-        return places == self._hashes.keys() and all(
+        tensors = ((flat.tensor(index), item.tensor) for index, item in self._guard.owned.items())
+        return places == self._guard.hashes.keys() and all(
             found is not None and memory_of(found) == memory_of(tensor) for found, tensor in tensors
         )
 
@@ -206,8 +237,8 @@ class GradientLog:
 
     def rebase(self, flat: FlatState) -> None:
         """Begin anew, with a checkpoint that holds all of a state; before `flat` lets go of it."""
-        self._pending.clear()
-        self._watched.clear()
+        self._clear()
+        self._guard = Guard({})
         try:
             self._groups = self._describe(flat)
         except ValueError as error:
@@ -215,13 +246,18 @@ class GradientLog:
             return
         self._streams = [item.stream for group in self._groups for item in group]
         replayed = self._replayed()
+        chunks: dict[int, list[tuple[int, int]]] = {}
         for index, start, end in share_of(flat.streams, self._rank, self._num_ranks):
-            tensor = flat.tensor(index)
-            if index in replayed and tensor is not None:
-                self._watched.setdefault(index, (tensor, []))[1].append((start, end))
-        chunks = _chunks(flat, self._rank, self._num_ranks)
-        self._known = {place: hash_of(data.data) for place, data in chunks}
-        self._hashes = {place: found for place, found in self._known.items() if place[0] in self._watched}
+            if index in replayed:
+                chunks.setdefault(index, []).append((start, end))
+        owned = {
+            index: Owned(tensor, spans, is_parameter=index in self._streams)
+            for index, spans in chunks.items()
+            if (tensor := flat.tensor(index)) is not None
+        }
+        self._known = {place: hash_of(data.data) for place, data in _chunks(flat, self._rank, self._num_ranks)}
+        self._guard = Guard(owned)
+        self._guard.note({place: found for place, found in self._known.items() if place[0] in owned})
         self.broken = None
 
     def logged(self, flat: FlatState) -> Logged:
@@ -232,9 +268,10 @@ class GradientLog:
         for place, data in _chunks(flat, self._rank, self._num_ranks):
             index, dtype = place[0], flat.streams[place[0]].dtype
             before = before_all.get(place, NO_REFERENCE)
-            found = self._hashes[place] if index in self._watched else hash_of(data.data)
+            is_replayed = index in self._guard.owned
+            found = self._guard.hashes[place] if is_replayed else hash_of(data.data)
             self._known[place] = found
-            codec = REPLAYED if index in self._watched else UNCHANGED
+            codec = REPLAYED if is_replayed else UNCHANGED
             if codec == UNCHANGED and found != before:
                 works.append(Work(*place, data.copy(), dtype=dtype, is_own=True))
                 continue
@@ -252,15 +289,22 @@ class GradientLog:
                     stored_crc=crc_of(b""),
                 )
             )
-        for step, gradients in self._pending:
-            works += [] if step.is_skipped else gradients
+        pending, self._pending = self._pending, []
+        steps = []
+        for item in pending:
+            if item.step.is_skipped:
+                steps.append(dataclasses.replace(item.step, clip=None, gradients=()))
+            else:
+                steps.append(item.step)
+                works += item.works
+
+        def written() -> None:
+            for item in pending:
+                self._memory.give_back(item.memory)
+
         optimizer, device = self._optimizer, self._parameters()[0].device
-        steps = tuple(
-            dataclasses.replace(step, clip=None, gradients=()) if step.is_skipped else step for step, _ in self._pending
-        )
-        log = Log(type(optimizer).__name__, device.type, _program(device), self._groups, steps)
-        self._pending = []
-        return Logged(flat.streams, known, works, dump_log(log))
+        log = Log(type(optimizer).__name__, device.type, _program(device), self._groups, tuple(steps))
+        return Logged(flat.streams, known, works, dump_log(log), written)
 
     def _describe(self, flat: FlatState) -> tuple[tuple[Trained, ...], ...]:
         groups = []

@@ -34,7 +34,7 @@ REPLAYED = "replayed"
 
 MAX_INT = 2**63 - 1
 PACK_HEADER_BYTES = 8
-FRAME_BYTES = 112
+FRAME_BYTES = 104
 HASH_BYTES = 16
 NO_REFERENCE = bytes(HASH_BYTES)
 
@@ -108,7 +108,7 @@ def footer_path(key: Key, attempt: int, rank: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """One chunk of a stream, as it stands in a pack: this header, then the stored bytes.
+    """One chunk of a stream: its row in the index. Its stored bytes are in a pack.
 
     Attributes:
         stream: Index into the checkpoint's streams.
@@ -249,7 +249,7 @@ class Manifest:
     magic: ClassVar[bytes] = b"LFTMANIF"
 
     def located(self) -> Iterator[tuple[Pack, int, Frame]]:
-        """Yield each frame with its pack and the offset of its header there."""
+        """Yield each frame with its pack and the offset of its stored bytes there."""
         return located(self.packs, self.frames)
 
 
@@ -262,11 +262,11 @@ def data_paths(manifest: Manifest) -> Iterator[str]:
 
 
 def located(packs: Iterable[Pack], frames: Iterable[Frame]) -> Iterator[tuple[Pack, int, Frame]]:
-    """Yield each frame with its pack and the offset of its header there; packs have as many frames as there are."""
+    """Yield each frame with its pack and the offset of its bytes there; packs have as many frames as there are."""
     rest = iter(frames)
     for pack in packs:
         offset = PACK_HEADER_BYTES
         for _ in range(pack.num_frames):
             frame = next(rest)
             yield pack, offset, frame
-            offset += FRAME_BYTES + frame.stored_bytes
+            offset += frame.stored_bytes

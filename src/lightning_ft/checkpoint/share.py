@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from lightning_ft.checkpoint.bounded import Rounding
 from lightning_ft.checkpoint.codec import REFERRING, Encoder
-from lightning_ft.checkpoint.format import Buffer, crc_of, dump_frame, pack_header
+from lightning_ft.checkpoint.format import Buffer, crc_of, pack_header
 from lightning_ft.checkpoint.records import (
     CHUNK_BYTES,
-    FRAME_BYTES,
     MAX_PACK_BYTES,
     NO_REFERENCE,
     PACK_HEADER_BYTES,
@@ -61,12 +60,14 @@ class Logged:
         known: Frames without stored bytes.
         works: Chunks to encode.
         extra: What is to be put into the manifest.
+        written: To be called when all is written; the memory of `works` is used again then. Threads: any.
     """
 
     streams: tuple[Stream, ...]
     known: Sequence[Frame]
     works: Iterable[Work]
     extra: Mapping[str, Any]
+    written: Callable[[], None]
 
 
 class PackWriter:
@@ -94,16 +95,15 @@ class PackWriter:
         return self._next is not None
 
     def pack(self, frames: list[Frame]) -> Iterator[Buffer]:
-        """Yield a pack's bytes, and append its frames' headers."""
+        """Yield a pack's bytes, and append its frames."""
         yield pack_header()
         size = PACK_HEADER_BYTES
         while self._next is not None:
             frame, stored = self._next
-            size += FRAME_BYTES + frame.stored_bytes
+            size += frame.stored_bytes
             if size > MAX_PACK_BYTES:
                 return
             frames.append(frame)
-            yield dump_frame(frame)
             if stored:
                 yield stored
             self._next = self._encode_next()

@@ -8,11 +8,14 @@ so all ranks round alike, and dropout and shuffling stay as they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from lightning_ft.checkpoint.format import hash_of
+from lightning_ft.checkpoint.tensors import is_dense
 
 SNAP_BITS = 3
 """A number is known to one part in 8 afterwards, its mean over many saves exactly."""
@@ -27,24 +30,49 @@ AVERAGES = frozenset(
 
 _DROPPED = 23 - SNAP_BITS
 _EXPONENT = 0x7F800000
+_LARGE = 2.0**127
+"""From here on a number may have no next one to be rounded to."""
+
+BLOCK = 1 << 16
+"""So many numbers are rounded by the same random numbers, mixed anew for each block: what it takes stays in a cache."""
+
+_MANY_BLOCKS = 512
+"""So many at once where each operation costs the same however small it is: not on the CPU."""
 
 
-def rounded(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return float32 numbers with `SNAP_BITS` bits after the first, stochastically rounded; infinities and NaN stay.
+@functools.cache
+def _noise(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.random.Philox(key=0).random_raw(BLOCK // 2).view(np.int32)).to(device)
+
+
+def round_flat(values: torch.Tensor, key: str) -> None:
+    """Round float32 numbers to `SNAP_BITS` bits after the first, stochastically; infinities and NaN stay.
 
     Args:
-        values: float32, contiguous.
-        generator: Of the tensor's device; it is drawn from.
+        values: float32, one dimension, contiguous; changed in place.
+        key: What the random numbers depend on, besides the place.
     """
+    num_blocks = -(-values.numel() // BLOCK)
+    # Philox counts: its numbers are the same on each machine, with each version of numpy.
+    keys = np.random.Philox(key=int.from_bytes(hash_of(key.encode()), "little")).random_raw(num_blocks).view(np.int32)
+    mixers = torch.from_numpy(keys.reshape(num_blocks, 2) | np.array([0, 1], np.int32)).to(values.device)
+    at_once = 1 if values.device.type == "cpu" else _MANY_BLOCKS
     bits = values.view(torch.int32)
-    dither = torch.empty((values.numel() + 1) // 2, dtype=torch.int64, device=values.device).random_(
-        generator=generator
-    )
-    kept = dither.view(torch.int32)[: values.numel()].view(values.shape)
-    # The sign is apart, so this rounds the magnitude; a carry goes into the exponent, which is the next number.
-    found = kept.bitwise_and_((1 << _DROPPED) - 1).add_(bits).bitwise_and_(-1 << _DROPPED)
-    is_beyond = (found.bitwise_and(_EXPONENT) == _EXPONENT) | (bits.bitwise_and(_EXPONENT) == _EXPONENT)
-    return torch.where(is_beyond, bits, found).view(torch.float32)
+    dither = torch.empty(min(at_once, num_blocks), BLOCK, dtype=torch.int32, device=values.device)
+    for first in range(0, num_blocks, at_once):
+        part = bits[first * BLOCK : (first + at_once) * BLOCK]
+        mixed = mixers[first : first + at_once]
+        found = dither[: mixed.shape[0]]
+        torch.bitwise_xor(_noise(values.device), mixed[:, :1], out=found)
+        # An odd factor: for each block another order of the same numbers, of which the upper bits are the most mixed.
+        found.mul_(mixed[:, 1:]).bitwise_right_shift_(32 - _DROPPED).bitwise_and_((1 << _DROPPED) - 1)
+        # The sign is apart, so this rounds the magnitude; a carry goes into the exponent, which is the next number.
+        sums = found.view(-1)[: part.numel()].add_(part).bitwise_and_(-1 << _DROPPED)
+        least, most = values[first * BLOCK : (first + at_once) * BLOCK].aminmax()
+        if not (float(least) > -_LARGE and float(most) < _LARGE):  # nor if there is a NaN
+            is_beyond = (sums.bitwise_and(_EXPONENT) == _EXPONENT) | (part.bitwise_and(_EXPONENT) == _EXPONENT)
+            sums = torch.where(is_beyond, part, sums)
+        part.copy_(sums)
 
 
 class Snap:
@@ -80,18 +108,24 @@ class Snap:
         """
         for number, (parameter, averages) in enumerate(_trained(optimizers)):
             for part, average in enumerate(averages):
-                average.copy_(self._round(average, step, number, part + 1))
+                self._round(average, step, number, part + 1)
             reference = self._references.get(parameter)
             if reference is None:
                 self._references[parameter] = parameter.detach().clone()
             else:
-                reference += self._round(parameter - reference, step, number, 0)
+                change = parameter - reference
+                self._round(change, step, number, 0)
+                reference += change
                 parameter.copy_(reference)
 
-    def _round(self, values: torch.Tensor, step: int, number: int, part: int) -> torch.Tensor:
-        generator = torch.Generator(values.device)
-        generator.manual_seed(int.from_bytes(hash_of(f"{self._seed} {step} {number} {part}".encode())[:4], "little"))
-        return rounded(values.contiguous(), generator)
+    def _round(self, values: torch.Tensor, step: int, number: int, part: int) -> None:
+        key = f"{self._seed} {step} {number} {part}"
+        if is_dense(tuple(values.shape), tuple(values.stride())):
+            round_flat(values.as_strided((values.numel(),), (1,)), key)
+        else:
+            copy = values.contiguous()
+            round_flat(copy.view(-1), key)
+            values.copy_(copy)
 
 
 def _trained(optimizers: Iterable[torch.optim.Optimizer]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:

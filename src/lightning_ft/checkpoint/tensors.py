@@ -71,6 +71,11 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
     return (*where, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often torch has changed a tensor in place: autograd's count; it sees nothing of `.data` and numpy."""
+    return tensor._version  # read in torch 2.13
+
+
 def bytes_of_tensor(tensor: torch.Tensor) -> Bytes:
     """Return a plain tensor's bytes in the host's memory: a view of the tensor's if it is there and dense."""
     view: Bytes = flat_bytes(tensor).cpu().numpy()

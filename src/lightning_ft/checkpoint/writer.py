@@ -5,7 +5,7 @@ keeps its share in memory, since the next checkpoints are stored as the differen
 restore reads two checkpoints, and damage to one that is no base harms no other. In the modes `snap` and `gradlog` each
 checkpoint is stored as the difference to the one before (the chain is a line).
 
-Memory beyond the caller's state: that share (state / ranks), a few chunks, and the index, 112 bytes per chunk.
+Memory beyond the caller's state: that share (state / ranks), a few chunks, and the index.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from lightning_ft.checkpoint.manifests import check_coverage, opened, published_
 from lightning_ft.checkpoint.records import (
     BOUNDED,
     CONTRACTS,
-    FRAME_BYTES,
     GRADLOG,
     LATEST,
     LOSSLESS,
@@ -279,7 +278,7 @@ class Writer:
             path = pack_path(plan.key, plan.attempt, self.rank, len(packs))
             first = len(frames)
             self.store.create(path, encoded.pack(frames))
-            num_bytes = PACK_HEADER_BYTES + sum(FRAME_BYTES + frame.stored_bytes for frame in frames[first:])
+            num_bytes = PACK_HEADER_BYTES + sum(frame.stored_bytes for frame in frames[first:])
             packs.append(Pack(self.rank, len(packs), len(frames) - first, num_bytes))
         footer = Footer(
             key=plan.key,
@@ -297,6 +296,8 @@ class Writer:
         self.store.create(footer_path(plan.key, plan.attempt, self.rank), [dump_document(footer)])
         if copies is not None:
             self._reference = _Reference(plan.key, copies)
+        if isinstance(flat, Logged):
+            flat.written()
         return footer
 
     def _extra(self, flat: FlatState | Logged) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import random
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -329,8 +330,11 @@ def test_newer_format_is_refused_rather_than_passed_over() -> None:
     """What a newer program wrote is no damage: an older checkpoint would lose its steps in silence."""
     store = three_checkpoints()
     path = manifest_path(Key(2, 3))
-    for before, after in ((b"\1\0\0\0", b"\2\0\0\0"), (b'"mode":"lossless"', b'"mode":"lossmore"')):
-        body = store.files[path][:-16].replace(before, after, 1)
+    head, contents = store.files[path][:24], zlib.decompress(store.files[path][24:-16])
+    for body in (
+        head.replace(b"\1\0\0\0", b"\2\0\0\0", 1) + zlib.compress(contents),
+        head + zlib.compress(contents.replace(b'"mode":"lossless"', b'"mode":"lossmore"', 1)),
+    ):
         newer = DictStore({**store.files, path: body + fmt.hash_of(body)})
         with pytest.raises(UnsupportedCheckpointError, match=path):
             restore.restore(newer)

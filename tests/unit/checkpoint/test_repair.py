@@ -136,7 +136,7 @@ def damaged_run() -> DictStore:
     store, _ = run(1, 2, base_every=2)
     run(3, store=store)
     store, writer = run(4, 5, store=store)
-    flip(store, pack_path(Key(0, 1), 0, 0, 0), 8 * 200)
+    flip(store, pack_path(Key(0, 1), 0, 0, 0), 8 * 60)
     writer.write(writer.plan(6), state(6))
     store.files["data/0000000001-000000000003/a7.r0.0.pack"] = b"of an attempt that has failed"
     store.files[LATEST] = b"0000000000-000000000002\n"
@@ -247,7 +247,7 @@ def test_what_can_be_restored_in_spite_of_damage_stays() -> None:
 def test_repair_leaves_alone_what_a_running_job_may_build_on() -> None:
     """A job goes on saving and every save of it loads, though its base is damaged: it may not need that part of it."""
     store, writer = run(1, 2, base_every=4)
-    flip(store, pack_path(Key(0, 1), 0, 0, 0), 8 * 200)
+    flip(store, pack_path(Key(0, 1), 0, 0, 0), 8 * 60)
     plan = plan_repair(store, verify(store), None)
     assert not plan.damaged
     assert {finding.what for finding in plan.left} == {str(Key(0, 1)), str(Key(0, 2))}
