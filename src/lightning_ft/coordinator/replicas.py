@@ -33,6 +33,10 @@ class Replicas:
         duration_s: `heartbeat_timeout`: so long no agent follows another after it last heard of this coordinator.
         clock: Monotonic seconds.
 
+    Attributes:
+        is_in_office: Whether members may be let in: nothing was decided before this coordinator was started, or so many
+            agents have come that it can decide. Until then there may be a successor that it does not know of.
+
     Threads: the event loop's.
     """
 
@@ -46,6 +50,8 @@ class Replicas:
         self._heard_s: dict[int, float] = {}
         self._alive_s: dict[int, float] = {}
         self._quorum_s: float | None = None
+        self.is_in_office = ledger is None or not ledger.holds
+        self._started_s = clock()
 
     @property
     def term(self) -> int:
@@ -71,6 +77,7 @@ class Replicas:
             self._agents[replica] = agent
             self._done.discard(replica)
             self.beat(replica)
+            self.is_in_office = self.is_in_office or self._ledger.is_quorum(self._present())
             if self._ledger.last is not None:
                 agent.send(self._ledger.last)
 
@@ -122,6 +129,10 @@ class Replicas:
         if self._ledger is None or self._ledger.is_quorum(self._present()):
             self._quorum_s = now_s
         return 0.0 if self._quorum_s is None else now_s - self._quorum_s
+
+    def waited_s(self) -> float:
+        """For how long there have been too few agents since this coordinator was started; 0 once it is in office."""
+        return 0.0 if self.is_in_office else self._clock() - self._started_s
 
     def _present(self) -> set[int]:
         """Whose agents answer. The silent are left out soon, so that the rest can lose others, and taken back in."""

@@ -217,6 +217,8 @@ class CoordinatorServer:
     # Accepting.
 
     async def _serve_member(self, request: web.Request) -> web.WebSocketResponse:
+        if not self._replicas.is_in_office:
+            raise web.HTTPServiceUnavailable(text="too few agents follow this coordinator so far")
         connection = await accept(request, self._token, self._settings.heartbeat_timeout)
         identity: Identity | None = None
         try:
@@ -450,6 +452,8 @@ class CoordinatorServer:
             self._decisions.apply(events.Tick())
             self._decisions.renew_replicas()
             self._give_up_without_a_majority()
+            if self._replicas.waited_s() > 2 * self._settings.heartbeat_timeout and not self.ended.is_set():
+                self._step_down()
             self._report_silent_nodes()
             self._tell_who_is_awaited()
             self._end_if_over()

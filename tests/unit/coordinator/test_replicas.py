@@ -116,6 +116,20 @@ def test_loss_of_the_majority_is_noticed(stage: Stage) -> None:
     assert stage.replicas.lost_s() == 4.0
 
 
+def test_who_goes_on_from_decisions_is_in_office_with_a_quorum(stage: Stage) -> None:
+    """It counts the time until then, and not what comes later."""
+    assert (stage.replicas.is_in_office, stage.replicas.waited_s()) == (True, 0.0), "nothing was decided before"
+    stage.replicas = Replicas(
+        Ledger(3, 7, (HOME, SECOND, THIRD), (HOME, SECOND, THIRD)), HOME, 10.0, lambda: stage.now_s
+    )
+    stage.attach(HOME)
+    stage.now_s += 3.0
+    assert (stage.replicas.is_in_office, stage.replicas.waited_s()) == (False, 3.0)
+    stage.replicas.beat(HOME)
+    stage.attach(THIRD)
+    assert (stage.replicas.is_in_office, stage.replicas.waited_s()) == (True, 0.0)
+
+
 def test_alone_everything_holds_at_once() -> None:
     """In a job of one node nothing is sent to anybody."""
     alone = Replicas(None, HOME, 10.0, lambda: 0.0)

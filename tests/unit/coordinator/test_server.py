@@ -7,9 +7,12 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import pytest
 
 from lightning_ft.config import Settings
+from lightning_ft.coordinator.channel import MEMBER_PATH, TOKEN_HEADER, VERSION_HEADER, bearer
+from lightning_ft.coordinator.listening import listen
 from lightning_ft.coordinator.memory import Memory, make_files
 from lightning_ft.coordinator.server import CoordinatorServer
 from lightning_ft.event_log import EventLog
@@ -107,5 +110,40 @@ def test_coordinator_with_a_successor_steps_down(files: list[int]) -> None:
         server._attach_agent(Peer(), wire.AgentHello(1, (), replica_id(1, 1), 3))  # type: ignore[arg-type]
         assert server.is_deposed
         assert server.ended.is_set()
+
+    asyncio.run(play())
+
+
+async def knock(session: aiohttp.ClientSession, port: int) -> int:
+    """Return the status with which a member is answered."""
+    headers = {TOKEN_HEADER: bearer("secret"), VERSION_HEADER: str(wire.PROTOCOL_VERSION)}
+    try:
+        async with session.ws_connect(f"http://127.0.0.1:{port}{MEMBER_PATH}", headers=headers):
+            return 101
+    except aiohttp.WSServerHandshakeError as error:
+        return error.status
+
+
+def test_who_is_started_again_lets_members_in_once_it_can_decide(files: list[int]) -> None:
+    """While it was dead the agents may have chosen another, whom its members must find in time."""
+
+    async def play() -> None:
+        first, _, agent = serve(files)
+        keep(first, agent)
+        assert first._replicas.is_in_office, "nothing was decided before"
+        listener = listen("127.0.0.1", 0)
+        server = CoordinatorServer(
+            Settings(), MEMBERS, "secret", EventLog(None), memory=Memory(files), replica=HOME, term=2
+        )
+        await server.start(listener)
+        async with aiohttp.ClientSession() as session:
+            port = listener.getsockname()[1]
+            assert await knock(session, port) == 503
+            server._attach_agent(Peer(), wire.AgentHello(0, (), HOME, 2))  # type: ignore[arg-type]
+            server._on_agent_message(wire.Promised(2), 0, HOME, Peer())  # type: ignore[arg-type]
+            assert await knock(session, port) == 101
+            server._agents.clear()
+        await server.stop()
+        listener.close()
 
     asyncio.run(play())
