@@ -33,6 +33,10 @@ WARN, HEAL, EVICT = VERIFY_POLICY = "warn", "heal", "evict"
 BLOCKING, PIPELINED = CATCH_UP = "blocking", "pipelined"
 """Values of the setting `catch_up`."""
 
+RING, TREE = "ring", "tree"
+TOPOLOGIES = (RING, TREE, AUTO)
+"""Values of the setting `topology`."""
+
 _LONGEST = 1800.0
 
 _LEAST = {
@@ -89,6 +93,8 @@ class Settings:
         verify_chunk_bytes: How large the parts are that are compared, handed over and named, >= 16.
         verify_policy: What follows if they differ: `warn`: it is told; `heal`: who differs from the majority takes the
             majority's values, before anyone steps; `evict`: and then ends, to be started again.
+        topology: How all-reduces go: `ring`: around the ring; `tree`: along a tree, with fewer steps, but more to send;
+            `auto`: along the tree what is small, comes out the same and is found to be faster so.
         coordinator: `host:port` of the coordinator; None: the agent starts one.
         process_group_backend: Backend inside `ft` (`gloo`); None: chosen by device.
         event_log: File that gets the event log; None: `ft_events.jsonl` in the run's log directory.
@@ -120,6 +126,7 @@ class Settings:
     verify_state_every_n_steps: int = 0
     verify_chunk_bytes: int = 1 << 20
     verify_policy: str = HEAL
+    topology: str = AUTO
     coordinator: str | None = None
     process_group_backend: str | None = None
     event_log: str | None = None
@@ -312,7 +319,13 @@ def _flag(text: str) -> bool:
 
 
 def _check_choices(settings: Settings) -> None:
-    choices = {"on_resize": ON_RESIZE, "uneven": UNEVEN, "catch_up": CATCH_UP, "verify_policy": VERIFY_POLICY}
+    choices = {
+        "on_resize": ON_RESIZE,
+        "uneven": UNEVEN,
+        "catch_up": CATCH_UP,
+        "verify_policy": VERIFY_POLICY,
+        "topology": TOPOLOGIES,
+    }
     for name, allowed in choices.items():
         _check_one_of(name, getattr(settings, name), allowed)
     if not 0 < settings.catch_up_slowdown <= 1:
@@ -349,6 +362,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "verify_state_every_n_steps": int,
     "verify_chunk_bytes": int,
     "verify_policy": str,
+    "topology": str,
     "coordinator": str,
     "process_group_backend": str,
     "event_log": str,

@@ -70,8 +70,7 @@ class Part:
     def allreduce(self, place: Place) -> dist.Work:
         """Start to sum the tensor over the members."""
         self.spoil()
-        work: dist.Work = place.group.allreduce([self.tensor])
-        return work
+        return place.allreduce(self.tensor)
 
 
 def load_gradients(tensor: Tensor, layout: Layout, factor: float) -> None:
@@ -259,7 +258,7 @@ class Commit(Operation):
         if self._digest is not None:
             slots[place.rank] = self._digest
         self._total = torch.tensor([self._word, *slots])
-        return (place.group.allreduce([self._total]),)
+        return (place.allreduce(self._total),)
 
     def finish(self, place: Place) -> None:
         """The word was summed in place."""

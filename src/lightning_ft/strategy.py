@@ -77,6 +77,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         verify_state_every_n_steps: In one of so many, also parameters and optimizers' state; 0: never.
         verify_chunk_bytes: How large the parts are that are compared, handed over and named.
         verify_policy: `warn`, `heal` or `evict` who differs from the majority.
+        topology: How all-reduces go: `ring`, `tree`, or `auto`, which changes no result.
         coordinator: `host:port` of the coordinator, if the agent shall not start one at a free port.
         process_group_backend: Backend inside `ft`: `gloo`.
         event_log: File of the event log.
@@ -125,6 +126,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         verify_state_every_n_steps: int | None = None,
         verify_chunk_bytes: int | None = None,
         verify_policy: Literal["warn", "heal", "evict"] | None = None,
+        topology: Literal["ring", "tree", "auto"] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
@@ -154,6 +156,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
             verify_state_every_n_steps=verify_state_every_n_steps,
             verify_chunk_bytes=verify_chunk_bytes,
             verify_policy=verify_policy,
+            topology=topology,
         )
         takers = (DistributedDataParallel.__init__, DDPStrategy.__init__)
         known = {name for taker in takers for name in inspect.signature(taker).parameters}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -113,16 +114,21 @@ def _schedules() -> list[list[tuple[int, str]]]:
     return schedules
 
 
-@pytest.mark.parametrize("schedule", _schedules(), ids=lambda schedule: "+".join(point for _, point in schedule))
-def test_kill_at_a_point_of_a_collective(tmp_path: pathlib.Path, schedule: list[tuple[int, str]]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "topology"),
+    list(zip(_schedules(), itertools.cycle(["ring", "tree"]), strict=False)),
+    ids=lambda part: part if isinstance(part, str) else "+".join(point for _, point in part),
+)
+def test_kill_at_a_point_of_a_collective(
+    tmp_path: pathlib.Path, schedule: list[tuple[int, str]], topology: str
+) -> None:
     """Whoever dies wherever in a collective, the survivors all have its result or all raise, and go on."""
     faults = []
     for index, (victim, point) in enumerate(schedule):
         per_round = PER_ROUND[point.split(".")[0]]
         faults.append(f"0/{victim}={point}@{2 + int((1.3 * index + 0.5) * per_round)}")
-    with jobs.running(
-        tmp_path, 5, ["collectives.py", "8", "--seed", "2"], {"LIGHTNING_FT_FAIL_AT": ";".join(faults)}
-    ) as job:
+    environment = {"LIGHTNING_FT_FAIL_AT": ";".join(faults), "LIGHTNING_FT_TOPOLOGY": topology}
+    with jobs.running(tmp_path, 5, ["collectives.py", "8", "--seed", "2"], environment) as job:
         judge(job, 5, lost={victim for victim, _ in schedule})
 
 
@@ -178,7 +184,8 @@ def test_random_kills(tmp_path: pathlib.Path, seed: int) -> None:
     if draw.random() < 0.5:
         moments[1] = moments[0]
     survivor = next(slot for slot in range(5) if slot not in victims)
-    with jobs.running(tmp_path, 5, ["collectives.py", "9", "--seed", str(seed), "--hold"]) as job:
+    environment = {"LIGHTNING_FT_TOPOLOGY": draw.choice(["ring", "tree"])}
+    with jobs.running(tmp_path, 5, ["collectives.py", "9", "--seed", str(seed), "--hold"], environment) as job:
         for victim, moment in zip(victims, moments, strict=True):
             job.wait_until(lambda moment=moment: len(job.records(f"0/{survivor}")) >= moment)
             job.kill(f"0/{victim}", signal.SIGKILL)

@@ -49,6 +49,9 @@ RECOVERY = [
 ]
 
 
+TREE = ["tree.gathered", "tree.received", "tree.passed"]
+
+
 def check_job(
     job: jobs.Job,
     num_steps: int,
@@ -113,6 +116,9 @@ KINDS: list[dict[str, object]] = [
 ]
 """A job of each; accumulation, views of the buckets, unused parameters and a static graph keep their meaning."""
 
+ALONG_TREE = range(3, len(KINDS))
+"""Those whose all-reduces, gradients included, go along the tree; one dies at each point of it."""
+
 
 def _faults(seed: int) -> list[list[str]]:
     """Deal every point, each once and in random order, to jobs that lose all members but one, one after the other.
@@ -124,6 +130,8 @@ def _faults(seed: int) -> list[list[str]]:
     jobs_faults = []
     for index in range(len(KINDS)):
         points = [recoveries[index], *steps[index :: len(KINDS)]]
+        if index in ALONG_TREE:
+            points.append(TREE[index - ALONG_TREE.start])
         chance.shuffle(points)
         victims = chance.sample(MEMBERS[: len(points) + 2], len(points) + 1)
         faults: list[str] = []
@@ -149,7 +157,10 @@ def test_kill_at_every_point(tmp_path: pathlib.Path, seed: int, kind: int) -> No
     members = MEMBERS[: len(faults) + 1]
     # In double precision: AdamW makes much of the rounding of gradients that are nearly zero.
     program = ["plain_loop.py", "90", "--double", "--sync-every", "1", *_flags(options)]
-    with jobs.running(tmp_path, len(members), program, {"LIGHTNING_FT_FAIL_AT": "; ".join(faults)}) as job:
+    environment = {"LIGHTNING_FT_FAIL_AT": "; ".join(faults)}
+    if kind in ALONG_TREE:
+        environment["LIGHTNING_FT_TOPOLOGY"] = "tree"
+    with jobs.running(tmp_path, len(members), program, environment) as job:
         options.pop("bucket-view", None)
         survivors = set(members) - {fault.partition("=")[0] for fault in faults}
         check_job(job, 90, survivors, members, dtype=torch.float64, **options)

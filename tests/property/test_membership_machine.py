@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lightning_ft.config import Settings
 from lightning_ft.membership import effects, events, machine
+from lightning_ft.membership.arrangement import with_joined
 from lightning_ft.membership.events import Address
 from lightning_ft.membership.ids import parse_logical_id
 from lightning_ft.membership.quorum import quorum
@@ -120,7 +121,7 @@ class MembershipMachine(RuleBasedStateMachine):
                 assert member in view.members
                 known = () if base is None else self.views[base].members
                 assert effect.size == len(view.members)
-                assert tuple(name for name in known if name not in left) + joined == view.members
+                assert with_joined((name for name in known if name not in left), joined) == view.members
             case effects.Suspend(generation=generation):
                 assert generation == self.state.generation
             case effects.Stop():

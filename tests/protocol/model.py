@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightning_ft.errors import QuorumLostError
 from lightning_ft.membership import effects, events, settle
+from lightning_ft.membership.arrangement import with_joined
 from lightning_ft.membership.events import Address
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ class Member:
             return
         assert self.mode in (Mode.PARKED, Mode.LEAVING, Mode.OUTSIDE), f"{self} got a view while {self.mode}"
         before = () if view.base is None else self.views[view.base]
-        members = tuple(member for member in before if member not in view.left) + view.joined
+        members = with_joined((member for member in before if member not in view.left), view.joined)
         assert len(members) == view.size
         self.views[view.generation] = members
         self.given = view.generation

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import heapq
+import itertools
 import random
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from network import Connection, Group
 
 from lightning_ft.config import Settings
 from lightning_ft.membership import effects, events, machine, snapshot
+from lightning_ft.membership.ids import parse_logical_id
 from lightning_ft.membership.state import Phase, State, Status, Tally, initial
 
 HORIZON_S = 300.0
@@ -394,8 +396,10 @@ class Simulation:
         self.views[view.generation] = view.members
         stays = (Status.PARKED, Status.LEAVING, Status.RUNNING)
         old = [m for m in before.view.members if m in view.members and before.members[m].status in stays]
-        joined = view.members[len(old) :]
-        assert list(view.members[: len(old)]) == old
+        joined = [member for member in view.members if member not in old]
+        assert [member for member in view.members if member in old] == old
+        nodes = [node for node, _ in itertools.groupby(view.members, key=lambda member: parse_logical_id(member)[0])]
+        assert len(nodes) == len(set(nodes)), view
         assert all(member in before.joiners for member in joined), joined
         num_places = self.settings.max_world_size or self.state.num_expected
         assert not joined or len(view.members) <= num_places, view

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lightning_ft.config import AUTO, CATCH_UP, VERIFY_POLICY, Settings, parse_timeout
+from lightning_ft.config import AUTO, CATCH_UP, TOPOLOGIES, VERIFY_POLICY, Settings, parse_timeout
 
 EXIT_OK = 0
 EXIT_FOUND = 1
@@ -112,6 +112,7 @@ _FLAGS: dict[str, tuple[dict[str, Any], str]] = {
     "verify_state_every_n_steps": ({"type": int, "metavar": "N"}, "compare parameters and optimizers, likewise"),
     "verify_chunk_bytes": ({"type": int, "metavar": "BYTES"}, "size of the parts that are compared and named"),
     "verify_policy": ({"choices": VERIFY_POLICY}, "what follows if a rank differs from the majority"),
+    "topology": ({"choices": TOPOLOGIES}, "whether all-reduces go around the ring or along a tree"),
     "coordinator": ({"metavar": "HOST:PORT"}, "where node 0's coordinator listens"),
     "event_log": ({"metavar": "PATH"}, "file that gets the event log"),
     "metrics_port": ({"type": int, "metavar": "PORT"}, "port of the coordinator's host for Prometheus"),

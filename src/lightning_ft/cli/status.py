@@ -9,7 +9,7 @@ import http.client
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,11 @@ class Job:
 def add(commands: Any) -> None:
     """Add the command."""
     status = add_command(
-        commands, "status", _status, "show who is in a job that runs: the table of members, and the ring", _EXAMPLES
+        commands,
+        "status",
+        _status,
+        "show who is in a job that runs: the table of members, the ring and the tree",
+        _EXAMPLES,
     )
     status.add_argument(
         "--coordinator",
@@ -208,19 +212,31 @@ def _ask(job: Job) -> dict[str, Any]:
 
 
 def shown(told: Mapping[str, Any]) -> str:
-    """Return a status as text: a line, the table, who waits, the ring."""
+    """Return a status as text: a line, the table, who waits, the ring, the tree."""
     reason = f": {told['reason']}" if told["reason"] and told["phase"] != "healthy" else ""
     head = (
         f"generation {told['generation']}, {told['phase']}{reason}; "
         f"{told['num_members']} of {told['target']} members are in the job"
     )
     rows = [
-        (row["member"], _address(row), row["rank"], _state(row), row["step"], _age(row), row["doing"] or None)
+        (
+            row["member"],
+            row["rank"],
+            _address(row),
+            row["pid"],
+            _state(row),
+            row["step"],
+            _age(row),
+            row["doing"] or None,
+        )
         for row in told["members"]
     ]
-    rows += [(row["member"], _address(row), None, "waits to join", None, _age(row), None) for row in told["joiners"]]
-    text = table(("MEMBER", "ADDRESS", "RANK", "STATE", "STEP", "HEARD", "DOING"), rows)
-    return f"{head}\n\n{text}\n\nring: {_ring(told)}"
+    rows += [
+        (row["member"], None, _address(row), row["pid"], "waits to join", None, _age(row), None)
+        for row in told["joiners"]
+    ]
+    text = table(("MEMBER", "RANK", "ADDRESS", "PID", "STATE", "STEP", "HEARD", "DOING"), rows)
+    return f"{head}\n\n{text}\n\nring: {_ring(told)}\n\ntree:\n{_tree(told)}"
 
 
 def _address(row: Mapping[str, Any]) -> str | None:
@@ -248,3 +264,22 @@ def _ring(told: Mapping[str, Any]) -> str:
         steps.append(f"{member} ({host})" if host is not None and host != last else member)
         last = host
     return " -> ".join([*steps, told["ring"][0]])
+
+
+def _tree(told: Mapping[str, Any]) -> str:
+    """Draw the tree, each member below the one that it sends to; say a host where it is entered."""
+    hosts = {row["member"]: row["host"] for row in told["members"]}
+    members, above = told["ring"], told["tree"]
+    below: dict[int | None, list[int]] = {}
+    for rank, upper in enumerate(above):
+        below.setdefault(upper, []).append(rank)
+
+    def lines(rank: int, stem: str, branch: str) -> Iterator[str]:
+        host, upper = hosts.get(members[rank]), above[rank]
+        is_entered = host is not None and (upper is None or hosts.get(members[upper]) != host)
+        yield f"{stem}{branch}{members[rank]} ({host})" if is_entered else f"{stem}{branch}{members[rank]}"
+        stem += {"": "", "|- ": "|  ", "`- ": "   "}[branch]
+        for nth in below.get(rank, []):
+            yield from lines(nth, stem, "`- " if nth == below[rank][-1] else "|- ")
+
+    return "\n".join(lines(0, "", ""))

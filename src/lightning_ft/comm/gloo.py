@@ -30,6 +30,7 @@ from lightning_ft.comm.sockets import (
     shut_down,
     tune,
 )
+from lightning_ft.comm.tree import TreeRunner, TreeWork
 from lightning_ft.membership.events import Address
 
 _LOOK = datetime.timedelta(seconds=1)
@@ -96,12 +97,29 @@ class InnerGroup:
         self._outgoing = tuple(outgoing)
         self._severed_s: float | None = None
         self._is_stuck = False
+        self._tree: TreeRunner | None = None
 
     def sever(self) -> None:
         """End every connection, so that blocked and later works fail within milliseconds."""
         if self._severed_s is None:
             self._severed_s = time.monotonic()
         shut_down(self.sockets)
+
+    def tree(self, rank: int, above: Callable[[], Sequence[int | None]]) -> TreeRunner:
+        """Return what runs all-reduces along this group's tree, as `rank`; its shape is asked for the first time."""
+        if self._tree is None:
+            self._tree = TreeRunner(self.group, rank, above())
+        return self._tree
+
+    def end_tree(self) -> bool:
+        """Wait until no message of the tree is under way any more: soon after the group was severed.
+
+        Returns: Whether its thread has ended; else Gloo has lost a message.
+        """
+        if self._tree is None or self._tree.close(0.0 if self._is_stuck else self._grace_s):
+            return True
+        self._keep_for_ever()
+        return False
 
     def broken_peers(self) -> tuple[int, ...]:
         """Return the ranks to which a connection broke that was made from here: ask before `sever`."""
@@ -119,6 +137,11 @@ class InnerGroup:
             RingBrokenError: It was lost.
             CallerError: A signal handler raised RuntimeError meanwhile.
         """
+        if isinstance(work, TreeWork):
+            while not self._look(work):
+                self._check_not_lost()
+            work.wait()
+            return
         while True:
             try:
                 work.wait(_LOOK)
@@ -159,7 +182,7 @@ class InnerGroup:
         ended(len(works))
 
     @staticmethod
-    def _look(waiter: _MessageWaiter) -> bool:
+    def _look(waiter: _MessageWaiter | TreeWork) -> bool:
         try:
             return waiter.is_done.wait(_LOOK.total_seconds())
         except RuntimeError as error:
@@ -167,11 +190,14 @@ class InnerGroup:
 
     def _check_not_lost(self) -> None:
         if self._severed_s is not None and time.monotonic() - self._severed_s > self._grace_s:
-            if not self._is_stuck:
-                self._is_stuck = True
-                # Its destructor would wait for the work. Never freed, not even at the interpreter's end.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+            self._keep_for_ever()
             raise RingBrokenError("Gloo lost a message when the group was severed")
+
+    def _keep_for_ever(self) -> None:
+        if not self._is_stuck:
+            self._is_stuck = True
+            # Its destructor would wait for the work. Never freed, not even at the interpreter's end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
 
     def wait_for_future(self, future: torch.futures.Future[Any]) -> Any:
         """Return the value of a future that stands on works of this group; as `wait`."""
@@ -243,6 +269,7 @@ class GlooTransport:
         self._base_sockets = open_sockets() - before
         self._groups: list[InnerGroup] = []
         self._builds: list[Build] = []
+        self._has_lost_thread = False
         self._lock = threading.Lock()
         self._fork_guard = ForkGuard(self._own_sockets)
 
@@ -294,8 +321,8 @@ class GlooTransport:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a cancelled build still waits in Gloo, for a connection from a member that is dead."""
-        return any(build.is_running for build in self._builds)
+        """Whether a thread still waits in Gloo, for a connection from a member that is dead, or for a lost message."""
+        return self._has_lost_thread or any(build.is_running for build in self._builds)
 
     def free(self, inner: InnerGroup) -> None:
         """Close a group. Blocks until its works have ended; they do once it is severed.
@@ -304,6 +331,7 @@ class GlooTransport:
         abort the process.
         """
         inner.sever()
+        self._has_lost_thread |= not inner.end_tree()
         with self._lock:  # a cancelled build frees its own group
             self._builds = [build for build in self._builds if not build.has_made(inner)]
         with contextlib.suppress(ValueError):  # was never handed out

@@ -149,7 +149,7 @@ class Reduce(Operation):
         self._was_started = True
         # Gloo takes memory for contiguous: it would reduce what lies between a strided tensor's elements.
         self._reduced = [tensor.contiguous() for tensor in self._tensors]
-        works = [place.group.allreduce([tensor], self._options) for tensor in self._reduced if tensor.numel()]
+        works = [place.allreduce(tensor, self._options) for tensor in self._reduced if tensor.numel()]
         return works or [acknowledge(place)]
 
     @override
@@ -287,7 +287,7 @@ class Broadcast(Operation):
         self._sent = self._flat
         if 0 < self._flat.numel() <= SMALL_BYTES:
             self._sent = self._flat.clone() if is_root else torch.zeros_like(self._flat)
-            return [place.group.allreduce([self._sent])]
+            return [place.allreduce(self._sent)]
         if not self._flat.numel():
             return [acknowledge(place)]
         if self._is_any_root and not is_root:
@@ -401,7 +401,7 @@ class BroadcastBytes(Operation):
         if place.rank == self._root:
             self.data = torch.frombuffer(bytearray(self._make()), dtype=torch.uint8)
         self._size = torch.tensor([self.data.numel() if place.rank == self._root else 0])
-        return [place.group.allreduce([self._size])]
+        return [place.allreduce(self._size)]
 
     @override
     def finish(self, place: Place) -> None:

@@ -9,6 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ft.comm.gloo import InnerGroup
+from lightning_ft.comm.topology import RING_ONLY
+from lightning_ft.comm.tree import combiner
+from lightning_ft.config import RING
+from lightning_ft.membership.arrangement import tree
 
 SMALL_BYTES = 64 * 1024
 """Up to here a broadcast is one all-reduce; above, a broadcast and an acknowledgement, which moves fewer bytes."""
@@ -22,13 +26,21 @@ class Place:
         members: Logical ids in rank order.
         rank: Own position.
         generation: Of the view.
+        topology: The setting.
+
+    Attributes:
+        choice: What goes along the tree; nothing until all members have agreed on it.
     """
 
-    def __init__(self, inner: InnerGroup, members: tuple[str, ...], rank: int, generation: int) -> None:
+    def __init__(
+        self, inner: InnerGroup, members: tuple[str, ...], rank: int, generation: int, topology: str = RING
+    ) -> None:
         self.inner = inner
         self.members = members
         self.rank = rank
         self.generation = generation
+        self.topology = topology
+        self.choice = RING_ONLY
 
     @property
     def group(self) -> Any:  # torch's stubs leave out its methods
@@ -40,6 +52,21 @@ class Place:
         """Number of members."""
         return len(self.members)
 
+    def allreduce(self, tensor: Tensor, options: dist.AllreduceOptions | None = None) -> dist.Work:
+        """Start to reduce a contiguous tensor over the members, in place: around the ring or along the tree.
+
+        Args:
+            tensor: Not empty.
+            options: With the reduction; None: a sum.
+        """
+        combine = None
+        if self.size > 1 and self.choice.is_tree(tensor):
+            combine = combiner(dist.ReduceOp.SUM if options is None else options.reduceOp, tensor.dtype)
+        if combine is not None:
+            return self.inner.tree(self.rank, lambda: tree(self.members)).allreduce(tensor, combine)
+        work: dist.Work = self.group.allreduce([tensor], options or dist.AllreduceOptions())
+        return work
+
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as flat uint8."""
@@ -48,8 +75,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def acknowledge(place: Place) -> dist.Work:
     """Start the smallest full-dependency collective."""
-    work: dist.Work = place.group.allreduce([torch.zeros(1)])
-    return work
+    return place.allreduce(torch.zeros(1, dtype=torch.int32))
 
 
 def broadcast(place: Place, tensor: Tensor, root: int) -> dist.Work:
@@ -75,7 +101,7 @@ def gather_rows(place: Place, tensor: Tensor) -> tuple[Tensor, list[dist.Work]]:
     if not rows.numel():
         return rows, [acknowledge(place)]
     if rows.numel() <= SMALL_BYTES:
-        return rows, [place.group.allreduce([rows])]
+        return rows, [place.allreduce(rows)]
     return rows, [broadcast(place, row, root) for root, row in enumerate(rows)]
 
 

@@ -28,6 +28,7 @@ from lightning_ft.comm.operations import (
 from lightning_ft.comm.place import Place
 from lightning_ft.comm.ring import Ring
 from lightning_ft.comm.sequence import CollectiveSequence
+from lightning_ft.comm.tree import FIRST_TAG
 from lightning_ft.comm.works import DoneWork, PendingWork, PointToPointWork
 from lightning_ft.errors import MembershipChangedError
 
@@ -219,7 +220,7 @@ class FaultTolerantProcessGroup(_Base):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all members."""
-        return self._submit(Reduce([torch.zeros(1)]), [])
+        return self._submit(Reduce([torch.zeros(1, dtype=torch.int32)]), [])
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
         """Send to one member. Not numbered, so not repeated.
@@ -227,19 +228,21 @@ class FaultTolerantProcessGroup(_Base):  # type: ignore[misc]
         Raises:
             MembershipChangedError: The view is broken, or rank `dst` is another member in the next one.
         """
-        place = self._point_to_point("send", dst)
+        place = self._point_to_point("send", dst, tag)
         return PointToPointWork(
             place.send(tensors, dst, tag), self.ring.activity, lambda: self._changing_error("send", dst)
         )
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
         """Receive from one member; as `send`."""
-        place = self._point_to_point("recv", src)
+        place = self._point_to_point("recv", src, tag)
         return PointToPointWork(
             place.recv(tensors, src, tag), self.ring.activity, lambda: self._changing_error("recv", src)
         )
 
-    def _point_to_point(self, what: str, peer: int) -> Any:
+    def _point_to_point(self, what: str, peer: int, tag: int) -> Any:
+        if tag >= FIRST_TAG:
+            raise ValueError(f"{what} with rank {peer} failed: tags must be below {FIRST_TAG}, got {tag}")
         if self.ring.is_outside:
             raise MembershipChangedError(f"{what} with rank {peer} failed: this process has not been admitted yet")
         place, view = self.sequence.place, self.ring.view

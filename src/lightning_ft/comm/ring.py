@@ -78,7 +78,7 @@ class Ring:
         self._lock = threading.RLock()
         self._num_made: dict[str, int] = {}
         self._is_closed = False
-        self._views = Views(self.world, client, transport, member)
+        self._views = Views(self.world, client, transport, member, settings.topology)
         self._catch_up = CatchUp(settings.catch_up_slowdown)
         self._token = token
         ForkGuard(lambda: self._catch_up.descriptors)
@@ -320,7 +320,7 @@ class Ring:
         if self.world.last is not None:
             self._complete(self.world, self.world.last)
         self._admission.run(give, take, own, following)
-        self.run(self.world, Reduce([torch.zeros(1)]))
+        self.run(self.world, Reduce([torch.zeros(1, dtype=torch.int32)]))
 
     def submit(self, sequence: CollectiveSequence, operation: Operation) -> None:
         """Enter the next number of a sequence, after the one before it is final.

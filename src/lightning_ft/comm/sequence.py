@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_ft.comm.operations import Kind, Operation
 from lightning_ft.comm.place import Place, acknowledge, as_bytes, gather_now
+from lightning_ft.config import TOPOLOGIES
 from lightning_ft.errors import MembershipChangedError, ProtocolViolationError
 from lightning_ft.faultpoints import reach
 from lightning_ft.membership.settle import SettlePlan, Standing
@@ -245,6 +246,7 @@ class CollectiveSequence:
                 Kind.NONE if kept is None else kept.kind,
                 zlib.crc32(",".join(place.members).encode()),
                 self._num_failures if self._failed_among == place.members else 0,
+                TOPOLOGIES.index(place.topology),
             ],
             dtype=torch.int64,
         )
@@ -252,6 +254,12 @@ class CollectiveSequence:
         if len({row[5] for row in rows}) > 1:
             raise ProtocolViolationError(
                 f"establishing {self.name} failed: its members don't agree who they are (here {place.members})",
+                generation=place.generation,
+            )
+        if len(told := sorted({TOPOLOGIES[row[7]] for row in rows})) > 1:
+            raise ProtocolViolationError(
+                f"establishing {self.name} failed: the setting topology is {place.topology!r} here, but {told} among "
+                "its members. Start all with the same.",
                 generation=place.generation,
             )
         return rows

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 from lightning_ft.comm.gloo import GlooTransport, RingBrokenError
 from lightning_ft.comm.live_view import LiveView
+from lightning_ft.comm.measuring import measure
 from lightning_ft.comm.operations import Kind, Operation
 from lightning_ft.comm.place import Place
 from lightning_ft.comm.recovery import Recovery, redone
 from lightning_ft.comm.sequence import CollectiveSequence, Settled
+from lightning_ft.comm.topology import Times, choose, needs_times
 from lightning_ft.coordinator.client import MembershipClient, NextView
 from lightning_ft.errors import FaultToleranceError
 from lightning_ft.faultpoints import reach
@@ -38,6 +40,7 @@ class Views:
         client: Connected to the coordinator before the first `recover`.
         transport: Makes the inner groups.
         member: Own logical id.
+        topology: The setting.
 
     Attributes:
         groups: Sub-groups and their members, in order of creation.
@@ -51,7 +54,12 @@ class Views:
     """
 
     def __init__(
-        self, world: CollectiveSequence, client: MembershipClient, transport: GlooTransport, member: str
+        self,
+        world: CollectiveSequence,
+        client: MembershipClient,
+        transport: GlooTransport,
+        member: str,
+        topology: str,
     ) -> None:
         self.groups: dict[CollectiveSequence, tuple[str, ...]] = {}
         self.retired: dict[CollectiveSequence, int] = {}
@@ -65,6 +73,8 @@ class Views:
         self._client = client
         self._transport = transport
         self._member = member
+        self._topology = topology
+        self._times: Times | None = None
         self._live: LiveView | None = None
         self._members_of: dict[int, tuple[str, ...]] = {}
         self._suspended_generation = 0
@@ -269,6 +279,8 @@ class Views:
         pending = sequence.pending
         try:
             settled = sequence.settle(place, members_of, self.admit if sequence is self._world else None)
+            if sequence is self._world:
+                self._times = measure(place) if needs_times(self._topology, place.members) else None
         except BaseException:
             if not self.view.is_severed:
                 self._broken = tuple(place.members[rank] for rank in place.inner.broken_peers())
@@ -278,8 +290,10 @@ class Views:
         finally:  # what was adopted stays, even if settling has to be repeated
             if pending is not None and pending.is_final:
                 self.finalized(sequence, pending)
+        place.choice = choose(self._topology, place.members, self._times)
         sequence.place = place
         if sequence is self._world:
+            _log.debug("[%s g%d] %s, from %s", self._member, place.generation, place.choice, self._times)
             self._settled, self._settled_step = settled, self.step
             self._defers_until = settled.target + 1
 
@@ -291,7 +305,7 @@ class Views:
         except RingBrokenError as error:
             self._suspects = tuple(members[suspect] for suspect in error.suspects)
             raise
-        return Place(inner, members, rank, view.generation)
+        return Place(inner, members, rank, view.generation, self._topology)
 
     def report(self, event: str, **fields: object) -> None:
         """Put a line into the job's event log."""

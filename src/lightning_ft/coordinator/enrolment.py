@@ -17,6 +17,7 @@ from lightning_ft.errors import (
     RepeatedFailureError,
 )
 from lightning_ft.membership import effects, events, wire
+from lightning_ft.membership.arrangement import with_joined
 from lightning_ft.membership.events import Address
 from lightning_ft.membership.state import View
 
@@ -198,7 +199,7 @@ class Enrolment:
             )
         base = () if message.base is None else self.view.members
         stayed = tuple(member for member in base if member not in set(message.left))
-        members = (*stayed, *message.joined)
+        members = with_joined(stayed, message.joined)
         if len(stayed) + len(message.left) != len(base) or len(set(members)) != len(members):
             raise self.violation(f"the difference of view {message.generation} to {message.base} does not fit")
         if len(members) != message.size:

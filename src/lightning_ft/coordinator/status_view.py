@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from lightning_ft.coordinator.accepted import check_token
+from lightning_ft.membership.arrangement import tree
 from lightning_ft.membership.ids import in_order
 from lightning_ft.membership.state import Joiner, Member, State, Status
 
@@ -41,6 +42,7 @@ def job_status(state: State, now_s: float) -> dict[str, Any]:
         "num_members": sum(state.is_current(member) and member.status in _IN_THE_RING for member in known.values()),
         "target": state.target,
         "ring": list(state.view.members),
+        "tree": list(tree(state.view.members)),
         "members": [
             _told_member(known[name], ranks.get(name) if state.is_current(known[name]) else None, clock_s)
             for name in in_order(known)
@@ -58,6 +60,7 @@ def _told_member(member: Member, rank: int | None, clock_s: float) -> dict[str, 
         "incarnation": member.incarnation,
         "host": None if member.address is None else member.address.host,
         "port": None if member.address is None else member.address.store_port,
+        "pid": member.pid or None,
         "step": member.step,
         "doing": member.doing,
         "heartbeat_age_s": _age(member.last_heard_s, clock_s),
@@ -75,6 +78,7 @@ def _told_joiner(joiner: Joiner, clock_s: float) -> dict[str, Any]:
         "incarnation": joiner.incarnation,
         "host": joiner.address.host,
         "port": joiner.address.store_port,
+        "pid": joiner.pid or None,
         "heartbeat_age_s": _age(joiner.last_heard_s, clock_s),
     }
 

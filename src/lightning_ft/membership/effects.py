@@ -36,7 +36,8 @@ class CommitView:
         base: Generation that `left` and `joined` refer to (0: the expected members, whom every member knows from its
             environment); None: the empty view, so `joined` is the whole new one.
         left: Logical ids that are taken out of it first.
-        joined: Logical ids then appended to it, in order; one that also left is a new process of that name.
+        joined: Logical ids then added to it as `arrangement.with_joined` does; one that also left is a new process of
+            that name.
         size: How many members the new view has, to check the sum.
         meeting: Address of the first member, at whose store the inner group meets.
         needs_joiners: Its members are too few, and go on for the sake of joiners that wait (C4a).

@@ -78,9 +78,8 @@ def _on_hello(turn: Turn, event: events.Hello) -> None:
             "member_joined", event.member, incarnation=event.incarnation, host=event.address.host, pid=event.pid
         )
     progress_s = turn.clock_s if member.progress_s is None else member.progress_s
-    member = turn.put(
-        member, incarnation=event.incarnation, address=event.address, progress_s=progress_s, **_heard(turn)
-    )
+    said = {"incarnation": event.incarnation, "address": event.address, "pid": event.pid}
+    member = turn.put(member, progress_s=progress_s, **said, **_heard(turn))
     _catch_up(turn, member, event.generation)
 
 

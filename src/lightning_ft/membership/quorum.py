@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_ft.config import Settings
+from lightning_ft.membership.arrangement import with_joined
 from lightning_ft.membership.ids import in_order, parse_logical_id
 from lightning_ft.membership.state import Joiner, Phase, State, Status
 
@@ -49,7 +50,7 @@ def quorum(state: State, now_s: float, settings: Settings) -> Verdict:
     if Status.LEAVING in stayers:
         reason += f", {tally.leaving} that leave hold a result that the others need"
     elif tally.admitting == tally.parked and joiners:
-        return Verdict(members + joiners, f"{reason}, {len(joiners)} joined")
+        return Verdict(with_joined(members, joiners), f"{reason}, {len(joiners)} joined")
     return Verdict(members, reason, needs_joiners=bool(_shortage(state, 0, settings)))
 
 

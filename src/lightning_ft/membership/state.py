@@ -62,6 +62,7 @@ class Member:
         patience_s: As it last said, how long that may take; None: `timeout`.
         busy_s: As it last said, how long it works for a step.
         step: As it last said, how many gradient steps it has done.
+        pid: Of its process, on its host; 0: it has not said it to this coordinator.
         slow_since: Since when it has been slow, on the coordinator's clock and in steps; None: it is not.
         is_straggler: It has been slow for long enough to be reported.
     """
@@ -88,6 +89,7 @@ class Member:
     patience_s: float | None = None
     busy_s: float | None = None
     step: int = 0
+    pid: int = 0
     slow_since: tuple[float, int] | None = None
     is_straggler: bool = False
 

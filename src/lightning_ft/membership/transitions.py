@@ -201,7 +201,7 @@ def commit(turn: Turn, members: tuple[str, ...], reason: str, *, needs_joiners: 
     survivors = [member for member in members if _goes_on(turn.state, member)]
     going_on = set(survivors)
     left = tuple(member for member in old.members if member not in going_on)  # a joiner may be a successor of one
-    joined = members[len(survivors) :]
+    joined = tuple(member for member in members if member not in going_on)
     new = View(old.generation + 1, members)
     leavers = [member for member in left if old_members[member].status is Status.LEAVING]
     num_left = sum(old_members[member].status is Status.RELEASED for member in left) + len(leavers)
@@ -259,6 +259,7 @@ def _joined(joiner: Joiner, generation: int) -> Member:
         incarnation=joiner.incarnation,
         address=joiner.address,
         generation=generation,
+        pid=joiner.pid,
         is_connected=True,
         has_state=False,
         last_heard_s=joiner.last_heard_s,

@@ -20,7 +20,7 @@ from lightning_ft.membership import wire_fields as read
 from lightning_ft.membership.replication import Entry
 from lightning_ft.membership.wire_fields import short
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Sent in the upgrade request; raised whenever a message changes."""
 
 MAX_MESSAGE_BYTES = 1 << 20

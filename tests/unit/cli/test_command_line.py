@@ -12,7 +12,7 @@ import pytest
 from lightning_ft.cli import main, make_parser
 
 RUN_AND_COORDINATOR = (
-    "--catch-up --catch-up-slowdown "
+    "--catch-up --catch-up-slowdown --topology "
     "--coordinator --event-log --evict-stragglers --heartbeat-interval --heartbeat-timeout --max-failures "
     "--max-link-failures --max-restarts --max-world-size --metrics-host --metrics-port --min-world-size --no-respawn "
     "--nnodes --nproc-per-node --rejoin-timeout --respawn --spares --timeout "

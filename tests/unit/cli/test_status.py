@@ -23,6 +23,7 @@ from lightning_ft.coordinator import status_view
 from lightning_ft.coordinator.server import CoordinatorServer
 from lightning_ft.event_log import EventLog
 from lightning_ft.membership import events
+from lightning_ft.membership.arrangement import tree
 from lightning_ft.membership.events import Address
 
 MEMBERS = ("0/0", "0/1", "1/0")
@@ -39,7 +40,7 @@ def endpoint() -> Iterator[str]:
     async def start() -> CoordinatorServer:
         server = CoordinatorServer(Settings(), MEMBERS, "secret", EventLog(None))
         for name in MEMBERS:
-            server._decisions.apply(events.Hello(name, 1, 0, Address(f"10.0.0.{name[0]}", 5000)))
+            server._decisions.apply(events.Hello(name, 1, 0, Address(f"10.0.0.{name[0]}", 5000), 4711))
         for name in MEMBERS:
             server._decisions.apply(events.Parked(name, 1, 0, 0, "start"))
         server._decisions.apply(events.Exited("1/0", 1, -9, "killed by SIGKILL"))
@@ -57,16 +58,17 @@ def endpoint() -> Iterator[str]:
 def test_table_and_ring_are_printed(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A row for each member, the dead one with its cause, and the ring with a host where it is entered."""
+    """A row for each member, the dead one with its cause; the ring and the tree with a host where it is entered."""
     monkeypatch.setenv("LIGHTNING_FT_TOKEN", "secret")
     assert main(["status", "--coordinator", endpoint]) == 0
-    head, _, *rows, _, ring = capsys.readouterr().out.splitlines()
+    head, _, *rows, _, ring, _, title, first, second, third = capsys.readouterr().out.splitlines()
     assert head.startswith("generation 1, suspended")
     assert head.endswith("2 of 3 members are in the job")
-    assert rows[0].split() == ["MEMBER", "ADDRESS", "RANK", "STATE", "STEP", "HEARD", "DOING"]
-    assert rows[1].split()[:5] == ["0/0", "10.0.0.0:5000", "0", "running", "0"]
-    assert rows[3].split()[:5] == ["1/0", "10.0.0.1:5000", "-", "gone", "(exit)"]
+    assert rows[0].split() == ["MEMBER", "RANK", "ADDRESS", "PID", "STATE", "STEP", "HEARD", "DOING"]
+    assert rows[1].split()[:6] == ["0/0", "0", "10.0.0.0:5000", "4711", "running", "0"]
+    assert rows[3].split()[:6] == ["1/0", "-", "10.0.0.1:5000", "4711", "gone", "(exit)"]
     assert ring == "ring: 0/0 (10.0.0.0) -> 0/1 -> 1/0 (10.0.0.1) -> 0/0"
+    assert (title, first, second, third) == ("tree:", "0/0 (10.0.0.0)", "|- 0/1", "`- 1/0 (10.0.0.1)")
 
 
 def test_json_is_the_coordinators_answer(
@@ -170,9 +172,9 @@ def test_what_is_no_coordinator_is_told(
 
 def test_nobody_has_come_yet() -> None:
     """What is not known is a dash, and whoever waits to join is in the table."""
-    row = dict.fromkeys(("rank", "cause", "host", "port", "heartbeat_age_s"))
+    row = dict.fromkeys(("rank", "cause", "host", "port", "pid", "heartbeat_age_s"))
     awaited = {**row, "member": "0/0", "rank": 0, "state": "awaited", "step": 0, "doing": ""}
-    joiner = {"member": "0/1", "host": "h", "port": 1, "heartbeat_age_s": 0.25}
+    joiner = {"member": "0/1", "host": "h", "port": 1, "pid": 7, "heartbeat_age_s": 0.25}
     text = shown(
         {
             "generation": 0,
@@ -181,15 +183,36 @@ def test_nobody_has_come_yet() -> None:
             "num_members": 0,
             "target": 1,
             "ring": ["0/0"],
+            "tree": [None],
             "members": [{**awaited, "is_straggler": False, "is_connected": False}],
             "joiners": [joiner],
         }
     )
     lines = text.splitlines()
     assert lines[0] == "generation 0, suspended: nobody; 0 of 1 members are in the job"
-    assert lines[3].split() == ["0/0", "-", "0", "awaited", "0", "-", "-"]
-    assert lines[4].split() == ["0/1", "h:1", "-", "waits", "to", "join", "-", "0.2", "s", "ago", "-"]
-    assert lines[-1] == "ring: 0/0 -> 0/0"
+    assert lines[3].split() == ["0/0", "0", "-", "-", "awaited", "0", "-", "-"]
+    assert lines[4].split() == ["0/1", "-", "h:1", "7", "waits", "to", "join", "-", "0.2", "s", "ago", "-"]
+    assert lines[-4:] == ["ring: 0/0 -> 0/0", "", "tree:", "0/0"]
+
+
+def test_tree_is_drawn_with_its_branches() -> None:
+    """Each member stands below the one that it sends to."""
+    members = [f"{node}/{slot}" for node in range(2) for slot in range(4)]
+    told = {
+        "ring": members,
+        "tree": tree(members),
+        "members": [{"member": member, "host": f"host{member[0]}"} for member in members],
+    }
+    assert status._tree(told).splitlines() == [
+        "0/0 (host0)",
+        "|- 0/1",
+        "|- 0/2",
+        "|  `- 0/3",
+        "`- 1/0 (host1)",
+        "   |- 1/1",
+        "   `- 1/2",
+        "      `- 1/3",
+    ]
 
 
 @pytest.mark.parametrize("has_screen", [False, True])

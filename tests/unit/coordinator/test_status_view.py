@@ -32,7 +32,7 @@ def played(*happened: tuple[float, events.Event]) -> state.State:
 def trained() -> state.State:
     """Three members train; one has sent a heartbeat later than the others."""
     hellos = [
-        (1.0, events.Hello(name, 1, 0, Address(f"host{name[0]}", 5000 + int(name[2]))))
+        (1.0, events.Hello(name, 1, 0, Address(f"host{name[0]}", 5000 + int(name[2])), 4711))
         for name in ("0/0", "0/1", "1/0")
     ]
     parks = [(1.0, events.Parked(name, 1, 0, 0, "start")) for name in ("0/0", "0/1", "1/0")]
@@ -51,6 +51,7 @@ def test_table_has_place_rank_step_and_age() -> None:
     status = job_status(trained(), 4.0)
     assert (status["generation"], status["phase"], status["num_members"], status["target"]) == (1, "healthy", 3, 3)
     assert status["ring"] == ["0/0", "0/1", "1/0"]
+    assert status["tree"] == [None, 0, 0]
     assert member(status, "1/0") == {
         "member": "1/0",
         "rank": 2,
@@ -59,6 +60,7 @@ def test_table_has_place_rank_step_and_age() -> None:
         "incarnation": 1,
         "host": "host1",
         "port": 5000,
+        "pid": 4711,
         "step": 7,
         "doing": "training batch 7",
         "heartbeat_age_s": 1.0,
@@ -87,9 +89,9 @@ def test_member_that_is_gone_has_no_rank() -> None:
 def test_who_has_not_come_is_awaited() -> None:
     """And who waits to join has a list of its own."""
     found, _ = machine.step(SETTINGS, trained(), events.Exited("0/0", 1, -9, "killed by SIGKILL"), 4.0)
-    found, _ = machine.step(SETTINGS, found, events.Ready("0/0", 2, Address("host0", 1)), 4.0)
+    found, _ = machine.step(SETTINGS, found, events.Ready("0/0", 2, Address("host0", 1), 12), 4.0)
     assert job_status(found, 6.0)["joiners"] == [
-        {"member": "0/0", "incarnation": 2, "host": "host0", "port": 1, "heartbeat_age_s": 2.0}
+        {"member": "0/0", "incarnation": 2, "host": "host0", "port": 1, "pid": 12, "heartbeat_age_s": 2.0}
     ]
     awaited = member(job_status(played(), 1.0), "0/0")
     assert (awaited["state"], awaited["rank"], awaited["host"], awaited["heartbeat_age_s"]) == (
