@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import datetime
 import io
 import os
-import threading
 import time
 from collections import Counter
 from typing import Any, Literal
@@ -24,13 +21,14 @@ from lightning_ft.checkpoint.bounded import DEFAULT_ERROR
 from lightning_ft.checkpoint.manifests import published_keys
 from lightning_ft.checkpoint.records import Key, Manifest, manifest_path
 from lightning_ft.checkpoint.saver import Saved, Saver
-from lightning_ft.checkpoint.snapshots import Share
+from lightning_ft.checkpoint.share import Logged
 from lightning_ft.checkpoint.store import Store, open_store
 from lightning_ft.checkpoint.writer import Plan, Writer
 from lightning_ft.comm import backend
 from lightning_ft.comm.backend import is_member, progress
-from lightning_ft.config import checkpoint_interval
 from lightning_ft.ddp import FaultTolerantDDP
+from lightning_ft.delta_interval import Interval
+from lightning_ft.delta_memory import Kept, Snapshot
 from lightning_ft.delta_modes import mode_of
 from lightning_ft.elastic import random_state, set_random_state
 from lightning_ft.errors import CheckpointError, StaleWriterError, StoreError
@@ -54,21 +52,6 @@ _DECISIONS = ("_last_step", "_seen_step", "_asks_at", "_is_owed", "_is_fenced", 
 
 _FAREWELL_S = 30.0
 """So long a save that was given up may take to end."""
-
-
-@dataclasses.dataclass(slots=True)
-class Snapshot:
-    """What a rank has in memory of the state that was saved last.
-
-    Attributes:
-        key: Of the checkpoint that it became, or was to become.
-        share: Of its tensors.
-        own: What the rank needs besides to go on from there; None: that is to be taken before the next batch.
-    """
-
-    key: Key
-    share: Share
-    own: bytes | None = None
 
 
 class DeltaCheckpoint(ModelCheckpoint):
@@ -96,6 +79,7 @@ class DeltaCheckpoint(ModelCheckpoint):
             `dirpath/best`.
         monitor_mode: Whether less (`"min"`) or more (`"max"`) of it is better.
         save_top_k: How many of these.
+        save_last: Whether the last of them is there as well, as `last.ckpt`. `ckpt_path="last"` does not need it.
         strict: Whether a save that fails raises.
         max_rollbacks: Under `ft_ddp`, how often a fit goes back to the same saved state, which its ranks have in
             memory, when a `FaultToleranceError` is raised in `training_step`; 0: such an error ends the rank.
@@ -104,7 +88,7 @@ class DeltaCheckpoint(ModelCheckpoint):
     Attributes:
         num_saved: Checkpoints that were committed; known on rank 0.
         num_skipped: Saves that were left out since the one before was not done.
-        snapshot: The state that was saved last, as far as this rank holds it.
+        kept: The states that were saved last, as far as this rank can go back to them.
         is_rolling_back: The state of the fit is not to be saved: all ranks are about to go back to an earlier one.
         num_failed: Saves that failed; on rank 0 also those that were given up since a rank was lost.
 
@@ -126,6 +110,7 @@ class DeltaCheckpoint(ModelCheckpoint):
         monitor: str | None = None,
         monitor_mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
+        save_last: bool = False,
         strict: bool = False,
         max_rollbacks: int = 3,
         storage_options: dict[str, Any] | None = None,
@@ -133,9 +118,7 @@ class DeltaCheckpoint(ModelCheckpoint):
         self.url = os.fspath(dirpath)
         self._mode_name = mode
         self._mode = mode_of(mode)
-        self._interval = _Interval.of(
-            every_n_train_steps, train_time_interval, every_n_epochs, self._mode.default_steps
-        )
+        self._interval = Interval.of(every_n_train_steps, train_time_interval, every_n_epochs, self._mode.default_steps)
         self._mode.check_interval(self._interval.steps)
         self._error = error
         self._base_every = None if base_every == "auto" else base_every
@@ -146,7 +129,7 @@ class DeltaCheckpoint(ModelCheckpoint):
             raise ValueError(f"max_rollbacks must be at least 0, got {max_rollbacks!r}")
         self._strict = strict
         self.max_rollbacks = max_rollbacks
-        self.snapshot: Snapshot | None = None
+        self.kept = Kept()
         self.is_rolling_back = False
         self.num_saved = self.num_skipped = self.num_failed = 0
         self._causes: Counter[str] = Counter()
@@ -154,6 +137,7 @@ class DeltaCheckpoint(ModelCheckpoint):
         self._saver: Saver | None = None
         self._last: Manifest | None = None
         self._begun: Key | None = None
+        self._uncertain: list[Key] = []
         self._last_step = self._seen_step = 0
         self._last_s = self._asked_s = time.monotonic()
         self._asks_at = self._asked_at = 0
@@ -162,8 +146,16 @@ class DeltaCheckpoint(ModelCheckpoint):
         self._begins_epoch = False
         self._ranks: dict[str, Any] | None = None
         self._place: EpochPlace | None = None
+        if save_last and not monitor:
+            raise ValueError(
+                'save_last is for the ordinary checkpoints of monitor; ckpt_path="last" needs none of them'
+            )
         super().__init__(
-            f"{self.url.rstrip('/')}/best", monitor=monitor, mode=monitor_mode, save_top_k=save_top_k if monitor else 0
+            f"{self.url.rstrip('/')}/best",
+            monitor=monitor,
+            mode=monitor_mode,
+            save_top_k=save_top_k if monitor else 0,
+            save_last=save_last or None,
         )
 
     def open_store(self) -> Store:
@@ -181,13 +173,16 @@ class DeltaCheckpoint(ModelCheckpoint):
     def state_dict(self) -> dict[str, Any]:
         """Return what all ranks decide by, so that one that joins decides alike."""
         best = super().state_dict() if self.monitor is not None else {}
-        return {"best": best, "decisions": {name: getattr(self, name) for name in _DECISIONS}}
+        decisions = {name: getattr(self, name) for name in _DECISIONS}
+        return {"best": best, "decisions": decisions, "mode": self._mode.state()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.monitor is not None and state_dict["best"]:
             super().load_state_dict(state_dict["best"])
         vars(self).update(state_dict["decisions"])
+        self._mode.load(state_dict["mode"])
+        self._mode.forget()  # of one that joins or goes back: what it has trained with is another state
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -264,11 +259,13 @@ class DeltaCheckpoint(ModelCheckpoint):
             if trainer.global_step > self._last_step or self._is_owed:
                 self._save(trainer, waits=True)
             self._settle(trainer, waits=True)
+        self._find_out()
         self._mode.end()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._settle(trainer, waits=True)
+        self._find_out()
         self._mode.end()
 
     def on_membership_change(self, *_: Any) -> None:
@@ -319,10 +316,12 @@ class DeltaCheckpoint(ModelCheckpoint):
         if plan is None:
             self._failed(error, self._last_step, is_teller=trainer.is_global_zero)
             return
-        self._begun, self.snapshot = plan.key, None
-        self._saver.start(plan, self._mode.prepared(trainer, plan, state), due_s)
-        if self._saver.share is not None:
-            self.snapshot = Snapshot(plan.key, self._saver.share)
+        self._begun = plan.key
+        prepared = self._mode.prepared(trainer, plan, state)
+        if not isinstance(prepared, Logged):
+            self.kept.let_go()
+        self._saver.start(plan, prepared, due_s)
+        self.kept.add(Snapshot(plan.key, trainer.world_size, self._saver.share))
 
     def _writer(self, rank: int, num_ranks: int) -> Writer:
         return Writer(
@@ -339,9 +338,11 @@ class DeltaCheckpoint(ModelCheckpoint):
     def _plan(self, step: int, *, is_base: bool) -> tuple[Plan | None, CheckpointError | None]:
         assert self._saver is not None
         try:
-            return self._saver.writer.plan(step, is_base=is_base), None
+            plan = self._saver.writer.plan(step, is_base=is_base)
         except CheckpointError as error:
             return None, error
+        self._find_out()
+        return plan, None
 
     def _settle(self, trainer: Trainer, *, waits: bool) -> bool | None:
         """Find out together how the last save stands. Returns: Whether the next may begin; None: never again."""
@@ -351,7 +352,10 @@ class DeltaCheckpoint(ModelCheckpoint):
                 progress("writing a checkpoint")
                 bar.done()
         error = None if saver is None else saver.take_error()
-        is_busy, first = self._agree(trainer, error)
+        is_busy, first, is_torn = self._agree(trainer, error)
+        if is_torn:
+            self._drop_saver()
+            return None if self._is_fenced else True
         has_failed = first is not None
         if has_failed and saver is not None:
             saver.abandon()
@@ -365,12 +369,10 @@ class DeltaCheckpoint(ModelCheckpoint):
             if not has_failed:
                 error = late
             is_stale = isinstance(late, StaleWriterError)
-            is_busy, late_first = self._agree(trainer, late if is_stale or not has_failed else None)
+            is_busy, late_first, _ = self._agree(trainer, late if is_stale or not has_failed else None)
             first = late_first if first is None else first
-        if saver is not None and saver.last is not None:
-            self.num_saved += saver.last is not self._last
-            self._last = saver.last
-            self.last_model_path = f"{self.url.rstrip('/')}/{manifest_path(saver.last.key)}"
+        if saver is not None:
+            self._count_saved(saver)
         begun = self._begun
         if not is_busy:
             self._begun = None
@@ -378,39 +380,79 @@ class DeltaCheckpoint(ModelCheckpoint):
             self._failed(error, begun.step if begun else self._last_step, is_teller=trainer.global_rank == first)
         return None if self._is_fenced else not is_busy
 
-    def _agree(self, trainer: Trainer, error: Exception | None) -> tuple[bool, int | None]:
-        """Put together what the ranks know. Returns: Whether the last save goes on; the first rank where it failed."""
+    def _agree(self, trainer: Trainer, error: Exception | None) -> tuple[bool, int | None, bool]:
+        """Put together what the ranks know.
+
+        Returns:
+            Whether the last save goes on; the first rank where it failed; whether some know nothing of it: they have
+            come in the place of others.
+        """
         is_busy = self._saver is not None and self._saver.is_busy
-        own = torch.tensor([is_busy, error is not None, isinstance(error, StaleWriterError)], dtype=torch.float32)
+        own = [is_busy, error is not None, isinstance(error, StaleWriterError), self._begun is not None]
         device = trainer.strategy.root_device
-        told: Tensor = trainer.strategy.reduce(own.to(device), reduce_op="sum")
-        is_any_busy, has_failed, is_fenced = (bool(count) for count in told)
-        self._is_fenced |= is_fenced
-        if not has_failed:
-            return is_any_busy, None
+        told: Tensor = trainer.strategy.reduce(torch.tensor(own, dtype=torch.float32, device=device), reduce_op="sum")
+        num_busy, num_failed, num_fenced, num_begun = map(int, told.tolist())
+        self._is_fenced |= num_fenced > 0
+        is_torn = 0 < num_begun < trainer.world_size
+        if not num_failed:
+            return num_busy > 0, None, is_torn
         place = torch.tensor(float(trainer.world_size - trainer.global_rank if error is not None else 0), device=device)
-        return is_any_busy, trainer.world_size - int(trainer.strategy.reduce(place, reduce_op="max").item())
+        first = trainer.world_size - int(trainer.strategy.reduce(place, reduce_op="max").item())
+        return num_busy > 0, first, is_torn
+
+    def finish(self, trainer: Trainer, *, is_whole: bool) -> None:
+        """Wait until nothing is being saved any more; all ranks.
+
+        Args:
+            trainer: Of the fit.
+            is_whole: Whether all ranks are there that take part in the last save; else it is given up.
+        """
+        if is_whole:
+            self._settle(trainer, waits=True)
+        else:
+            self._drop_saver()
 
     def _drop_saver(self) -> None:
         """Give up what is being saved: the ranks have changed."""
         saver, self._saver = self._saver, None
         self._mode.forget()
+        begun, self._begun = self._begun, None
         if saver is None:
             return
         saver.abandon()
         saver.wait(_FAREWELL_S)
-        begun, self._begun = self._begun, None
+        error = saver.take_error()
+        self._count_saved(saver)
         is_done = saver.last is not None and saver.last.key == begun
-        if begun is not None and not is_done and self._trainer is not None and self._trainer.is_global_zero:
-            # If the rank that was to commit is gone, only the storage knows whether it did, which may take its time.
-            knows = saver.writer.rank == 0
-            threading.Thread(target=self._given_up, args=(begun, knows), name="lightning_ft given up").start()
+        if begun is None or is_done or self._trainer is None or not self._trainer.is_global_zero:
+            return
+        # If the rank that was to commit is gone, or waits for an answer, only the storage knows whether it has.
+        is_certain = saver.writer.rank == 0 and error is not None and not getattr(error, "is_in_doubt", False)
+        if is_certain:
+            self._tell_given_up(begun)
+        else:
+            self._uncertain.append(begun)
 
-    def _given_up(self, key: Key, knows: bool) -> None:  # noqa: FBT001 - a thread's arguments
-        with contextlib.suppress(StoreError):
-            if knows or key not in published_keys(self.open_store()):
-                self.num_failed += 1
-                self._tell_failed(key.step, "ranks changed", "a rank that took part in it is gone, or another came")
+    def _find_out(self) -> None:
+        """Tell what became of the saves of which nobody knows. Who might still commit one was fenced meanwhile."""
+        while self._uncertain and self._trainer is not None and self._trainer.is_global_zero:
+            try:
+                self.open_store().size(manifest_path(self._uncertain[0]))
+            except FileNotFoundError:
+                self._tell_given_up(self._uncertain[0])
+            except StoreError:
+                return  # the next save, or the fit's end, looks again
+            self._uncertain.pop(0)
+
+    def _tell_given_up(self, key: Key) -> None:
+        self.num_failed += 1
+        self._tell_failed(key.step, "ranks changed", "a rank that took part in it is gone, or another came")
+
+    def _count_saved(self, saver: Saver) -> None:
+        if saver.last is not None:
+            self.num_saved += saver.last is not self._last
+            self._last = saver.last
+            self.last_model_path = f"{self.url.rstrip('/')}/{manifest_path(saver.last.key)}"
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
@@ -504,41 +546,3 @@ class DeltaCheckpoint(ModelCheckpoint):
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         keys = published_keys(self.open_store())
         return {f"{self.url.rstrip('/')}/{manifest_path(keys[0])}"} if keys else set()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Interval:
-    """One of the three is not 0."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    epochs: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        steps: int | None,
-        time_between: datetime.timedelta | None,
-        epochs: int | None,
-        default_steps: int,
-    ) -> _Interval:
-        seconds = None if time_between is None else time_between.total_seconds()
-        given = [
-            (name, value)
-            for name, value in (
-                ("every_n_train_steps", steps),
-                ("train_time_interval", seconds),
-                ("every_n_epochs", epochs),
-            )
-            if value is not None
-        ]
-        if len(given) > 1:
-            raise ValueError(f"{given[0][0]} and {given[1][0]} exclude each other")
-        for name, value in given:
-            if value <= 0:
-                raise ValueError(f"{name} must be above 0, got {value!r}")
-        if not given:
-            found = checkpoint_interval()
-            default = cls(default_steps) if default_steps else cls(epochs=1)
-            return default if found is None else cls(*found)
-        return cls(steps or 0, seconds or 0.0, epochs or 0)

@@ -50,6 +50,13 @@ class Mode:
     def forget(self) -> None:
         """The ranks have changed: they do not all know of the last save any more."""
 
+    def state(self) -> int | None:
+        """Return what all ranks, and a fit that goes on, must know to decide alike."""
+        return None
+
+    def load(self, state: int | None) -> None:
+        """Take it over, before a fit begins or in its middle."""
+
     def must_wait(self) -> bool:
         """Whether a save must not be left out."""
         return False
@@ -68,7 +75,9 @@ class _SnapMode(Mode):
 
     def __init__(self) -> None:
         self._snap = Snap(int(os.environ.get("PL_GLOBAL_SEED", "0")))
-        self._last_step = 0
+        self._rounded_at = 0
+        self._loaded: int | None = None
+        self._is_forgotten = False
 
     @override
     def check_interval(self, num_steps: int) -> None:
@@ -81,22 +90,52 @@ class _SnapMode(Mode):
     @override
     def begin(self, trainer: Trainer) -> None:
         _check_strategy(trainer, SNAP)
-        self._snap.begin(trainer.optimizers)
-        self._last_step = trainer.global_step
+        self._know(trainer)
+        # A state is put together before it is rounded, so a checkpoint says when that was done the time before.
+        loaded, self._loaded = self._loaded, None
+        is_rounded = loaded is None or trainer.global_step - loaded >= MIN_STEPS
+        self._rounded_at = trainer.global_step if loaded is None or is_rounded else loaded
 
     @override
     def end(self) -> None:
+        self._loaded = None
         self.forget()
 
     @override
     def forget(self) -> None:
         self._snap.forget()
+        self._is_forgotten = True
+
+    def _know(self, trainer: Trainer) -> None:
+        self._snap.begin(trainer.optimizers)
+        self._is_forgotten = False
+
+    @override
+    def state(self) -> int | None:
+        return self._rounded_at
+
+    @override
+    def load(self, state: int | None) -> None:
+        if state is not None:
+            self._rounded_at = self._loaded = state
+
+    @override
+    def needs_base(self, trainer: Trainer, state: Mapping[Any, Any], writer: Writer) -> bool:
+        # One that came in the place of another does not know the parameters of the last save: then nobody does.
+        own = torch.tensor(float(self._is_forgotten), device=trainer.strategy.root_device)
+        told: Tensor = trainer.strategy.reduce(own, reduce_op="max")
+        if told:
+            self.forget()
+        return False
 
     @override
     def prepared(self, trainer: Trainer, plan: Plan, state: Mapping[Any, Any]) -> Mapping[Any, Any] | Logged:
-        if trainer.global_step - self._last_step >= MIN_STEPS:
+        if trainer.global_step - self._rounded_at >= MIN_STEPS:
             self._snap.snap(trainer.optimizers, trainer.global_step)
-            self._last_step = trainer.global_step
+            self._rounded_at = trainer.global_step
+            self._is_forgotten = False
+        else:  # a fit that goes on from here knows no others
+            self._know(trainer)
         return state
 
 

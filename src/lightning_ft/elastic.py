@@ -162,20 +162,33 @@ def loading_in_place(module: torch.nn.Module) -> Iterator[None]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of the generators of Python, NumPy and torch."""
-    found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    """Return the states of the generators of Python, NumPy and torch: numbers, text and bytes, no tensor or array."""
+    found: dict[str, Any] = {"python": random.getstate(), "torch": generator_bytes(torch.get_rng_state())}
     if "numpy" in sys.modules:
-        found["numpy"] = sys.modules["numpy"].random.get_state()
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        found["numpy"] = (kind, keys.tobytes(), *rest)
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
+        found["cuda"] = generator_bytes(torch.cuda.get_rng_state())
     return found
 
 
 def set_random_state(found: dict[str, Any]) -> None:
     """Continue with the generators of another process."""
     random.setstate(found["python"])
-    torch.set_rng_state(found["torch"])
+    torch.set_rng_state(generator_state(found["torch"]))
     if "numpy" in found and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(found["numpy"])
+        numpy = sys.modules["numpy"]
+        kind, keys, *rest = found["numpy"]
+        numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
     if "cuda" in found and torch.cuda.is_available():
-        torch.cuda.set_rng_state(found["cuda"])
+        torch.cuda.set_rng_state(generator_state(found["cuda"]))
+
+
+def generator_bytes(state: torch.Tensor) -> bytes:
+    """Return what torch gives as a generator's state as bytes: a checkpoint's tensors are then the same each time."""
+    return state.numpy().tobytes()
+
+
+def generator_state(data: bytes) -> torch.Tensor:
+    """Return it as torch takes it."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

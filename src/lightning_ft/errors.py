@@ -138,6 +138,10 @@ class UnsupportedCheckpointError(CheckpointError):
     """A checkpoint is intact, but this program can't or must not read it."""
 
 
+class ReplayError(UnsupportedCheckpointError):
+    """A log of gradients is intact, but the optimizer here makes something else of it: it is for another machine."""
+
+
 class CheckpointNotFoundError(CheckpointError):
     """There is no checkpoint, or none that is intact; the message names what is damaged."""
 

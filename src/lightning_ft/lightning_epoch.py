@@ -20,7 +20,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ft.ddp import FaultTolerantDDP
-from lightning_ft.elastic import random_state, set_random_state
+from lightning_ft.elastic import generator_bytes, generator_state, random_state, set_random_state
 from lightning_ft.lightning_internals import around_data_setup
 
 
@@ -109,7 +109,7 @@ class _Drawer:
     def __iter__(self) -> Iterator[Any]:
         goes_on, self._goes_on = self._goes_on, None  # only when the first is drawn: an iterator may be thrown away
         if goes_on is None:
-            own = [generator.get_state() for generator in self._generators]
+            own = [generator_bytes(generator.get_state()) for generator in self._generators]
             self.began = {"random": random_state(), "generators": own}
             yield from self.inner
             return
@@ -117,7 +117,7 @@ class _Drawer:
         present = random_state()
         set_random_state(self.began["random"])
         for generator, kept in zip(self._generators, self.began["generators"], strict=True):
-            generator.set_state(kept)
+            generator.set_state(generator_state(kept))
         drawn = iter(self.inner)
         for _ in range(_num_of_pass(num_done, self)):
             next(drawn)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_ft.checkpoint.records import Key, Stream
+from lightning_ft.checkpoint.records import Key
 from lightning_ft.checkpoint.restore import restore
 from lightning_ft.checkpoint.snapshots import num_share_bytes, put_share
 from lightning_ft.checkpoint.tree import unflatten
@@ -28,6 +28,7 @@ from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.transfer import State
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.delta_checkpoint import DeltaCheckpoint
+from lightning_ft.delta_memory import Snapshot
 from lightning_ft.elastic import parameters_and_rest, set_random_state
 from lightning_ft.errors import (
     CheckpointError,
@@ -146,11 +147,11 @@ class Rollback:
         random, self._random = self._random, None
         if random is not None:
             set_random_state(random)
-        snapshot = self._saves.snapshot
-        if snapshot is not None and snapshot.own is None:
+        snapshot = self._saves.kept.incomplete
+        if snapshot is not None:
             own = self._give().own
             if own[-1]["data"] is None:  # where in an epoch it was can't be told
-                self._saves.snapshot = None
+                self._saves.kept.forget(snapshot)
                 return
             buffer = io.BytesIO()
             torch.save(own, buffer)
@@ -184,63 +185,98 @@ class Rollback:
             )
 
     def _recall(self) -> tuple[Key, State, str]:
-        """Put the last snapshot together. Raises the same on all ranks, but for what only one rank can't read."""
+        """Put the last snapshot that can be had together. Raises the same on all ranks."""
+        refused: dict[Key, str] = {}
         while True:
             with contextlib.suppress(MembershipChangedError):  # the shares are counted again
-                return self._recall_from(self._group)
+                found = self._recall_from(self._group, refused)
+                if found is not None:
+                    return found
 
-    def _recall_from(self, group: FaultTolerantProcessGroup) -> tuple[Key, State, str]:
-        snapshot = self._saves.snapshot
-        is_whole = snapshot is not None and snapshot.own is not None
-        held = (snapshot.key, snapshot.share.rank, snapshot.share.num_ranks) if snapshot and is_whole else None
-        told = pickle.dumps((held, self._count))
-        answers = [pickle.loads(entry) for entry in group.gather_bytes(told)]  # noqa: S301 - the ranks trust each other
-        entries = [entry for entry, _ in answers]
-        known = [entry for entry in entries if entry is not None]
-        if not known:
-            raise FaultToleranceError("going back failed: nothing was saved yet")
-        key, _, num_ranks = max(known, key=lambda entry: entry[0])
-        self._count = key, max((count for _, (of, count) in answers if of == key), default=0)
-        holder_of = {entry[1]: rank for rank, entry in enumerate(entries) if entry is not None and entry[0] == key}
-        first = min(holder_of.values())
-        is_mine = snapshot is not None and is_whole and snapshot.key == key
-        share = snapshot.share if snapshot is not None and is_mine else None
-        own = snapshot.own if snapshot is not None and is_mine else None
-        of_first: Any = self._trainer.strategy.broadcast(
-            (share.flat.streams, share.rest(), own) if share else None, first
-        )
-        if of_first is None:
-            raise MembershipChangedError("the rank that held what all need is gone")
-        streams, rest, own_of_first = of_first
-        source = "memory"
+    def _recall_from(self, group: FaultTolerantProcessGroup, refused: dict[Key, str]) -> tuple[Key, State, str] | None:
+        """Return None if the newest that was not refused can't be had: then it is refused now."""
+        mine = self._saves.kept.whole()
+        held = {key: (kept.num_ranks, None if kept.share is None else kept.share.rank) for key, kept in mine.items()}
+        answers = _gathered(group, (held, self._count))
+        members = group.members
+        keys = {key for told, _ in answers for key in told} - refused.keys()
+        if not keys:
+            what = "; ".join(f"step {key.step}: {reason}" for key, reason in refused.items())
+            raise FaultToleranceError(f"going back failed: {what or 'nothing was saved yet'}")
+        key = max(keys)
+        counts = [count for _, (of, count) in answers if of == key]
+        holders = {rank: told[key] for rank, (told, _) in enumerate(answers) if key in told}
+        num_ranks = holders[min(holders)][0]
+        holder_of = {share: rank for rank, (_, share) in holders.items() if share is not None}
+        kept = mine.get(key)
         if len(holder_of) == num_ranks:
-            state = self._gather(streams, rest, holder_of, share.data if share is not None else None, num_ranks)
+            source = "memory"
+            state, own = self._from_memory(members, kept, holder_of)
         else:
             source = "storage"
-            state = restore(self._saves.open_store(), key=key, weights_only=False).state
+            state, own, reason = self._from_storage(key, kept, min(holders), is_whole=len(holders) == num_ranks)
+            reasons = [told for told in _gathered(group, reason) if told is not None]
+            if reasons:  # of whomever: all go back to the same
+                refused[key] = reasons[0]
+                return None
+        self._stay(members)
+        self._count = key, max(counts, default=0)
+        self._saves.kept.forget_after(key)
         parameters, _ = parameters_and_rest(self._trainer.lightning_module, state["state_dict"])
         replicated = {"state_dict": parameters, "optimizer_states": state["optimizer_states"]}
-        return key, State(replicated, torch.load(io.BytesIO(own or own_of_first), weights_only=False)), source
+        own = (kept.own if kept is not None else None) or own
+        return key, State(replicated, torch.load(io.BytesIO(own), weights_only=False)), source
 
-    def _gather(
-        self,
-        streams: tuple[Stream, ...],
-        rest: dict[int, bytes],
-        holder_of: dict[int, int],
-        own: torch.Tensor | None,
-        num_ranks: int,
-    ) -> Any:
-        """Hand the shares around. Collectives with a root: if that goes, all raise."""
+    def _from_storage(
+        self, key: Key, kept: Snapshot | None, first: int, *, is_whole: bool
+    ) -> tuple[Any, bytes, str | None]:
+        """Return a state, what its first rank needs besides, and why there is no state; None: there is."""
+        self._saves.finish(self._trainer, is_whole=is_whole)
+        own = self._trainer.strategy.broadcast(None if kept is None else kept.own, first)
+        if own is None:
+            raise MembershipChangedError("the rank that held what all need is gone")
+        try:
+            return restore(self._saves.open_store(), key=key, weights_only=False).state, own, None
+        except CheckpointError as error:
+            return None, own, str(error)
+
+    def _from_memory(
+        self, members: tuple[str, ...], kept: Snapshot | None, holder_of: dict[int, int]
+    ) -> tuple[Any, bytes]:
+        """Hand the shares around. Collectives with a root: if that goes, all raise.
+
+        Returns: The state, and what its first rank needs besides.
+        """
+        share = None if kept is None else kept.share
+        mine = None if kept is None or share is None else (share.flat.streams, share.rest(), kept.own)
+        told: Any = self._trainer.strategy.broadcast(mine, min(holder_of.values()))
+        if told is None:
+            raise MembershipChangedError("the rank that held what all need is gone")
+        streams, rest, own = told
         contents = [torch.empty(stream.num_bytes, dtype=torch.uint8) for stream in streams]
         for index, stored in rest.items():
             contents[index] = torch.frombuffer(bytearray(stored), dtype=torch.uint8)
-        for share in range(num_ranks):
-            is_own = own is not None and holder_of[share] == self._trainer.global_rank
-            data = torch.empty(0 if is_own else num_share_bytes(streams, share, num_ranks), dtype=torch.uint8)
-            if own is not None and is_own:
-                data = own
+        num_ranks = len(holder_of)
+        for number in range(num_ranks):
+            self._stay(members)
+            is_mine = share is not None and share.rank == number
+            data = (
+                share.data
+                if share is not None and is_mine
+                else torch.empty(num_share_bytes(streams, number, num_ranks), dtype=torch.uint8)
+            )
             for piece in data.split(_PIECE_BYTES):
                 backend.progress("going back to an earlier state")
-                dist.broadcast(piece, holder_of[share])
-            put_share(streams, share, num_ranks, data, contents)
-        return unflatten(streams, contents, "the snapshot", weights_only=False)
+                dist.broadcast(piece, holder_of[number])
+            put_share(streams, number, num_ranks, data, contents)
+        return unflatten(streams, contents, "the snapshot", weights_only=False), own
+
+    def _stay(self, members: tuple[str, ...]) -> None:
+        """Make sure that ranks still mean the same members."""
+        if self._group.members != members:
+            raise MembershipChangedError("the ranks have changed while the fit went back")
+
+
+def _gathered(group: FaultTolerantProcessGroup, told: Any) -> list[Any]:
+    """Return what each rank tells."""
+    return [pickle.loads(entry) for entry in group.gather_bytes(pickle.dumps(told))]  # noqa: S301 - the ranks trust each other

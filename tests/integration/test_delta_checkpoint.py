@@ -35,20 +35,48 @@ def _fit(
         return [job.records(member)[start:] for member, start in zip(MEMBERS, num_records, strict=True)]
 
 
-@pytest.mark.parametrize(("mode", "every", "num_steps"), [("gradlog", 5, 14), ("snap", 10, 23)])
-def test_a_fit_goes_on_bitwise_from_what_was_replayed_or_rounded(
-    tmp_path: pathlib.Path, mode: str, every: int, num_steps: int
-) -> None:
-    """Two ranks, each with its share of the gradients, or rounding alike: all steps after the last save are equal."""
-    flags = "--wait", "--mode", mode, "--every", str(every)
-    whole = _fit(tmp_path, num_steps, *flags, num_members=2)[:2]
-    store = open_store(str(tmp_path / "run"))
+def test_a_fit_goes_on_bitwise_from_what_was_rounded(tmp_path: pathlib.Path) -> None:
+    """Two ranks that round alike: all steps after the last save are equal."""
+    flags = "--wait", "--mode", "snap", "--every", "10"
+    whole = _fit(tmp_path, 23, *flags, num_members=2)[:2]
+    _check_newest(tmp_path, whole, "snap", 20)
+    again = _fit(tmp_path, 23, *flags, num_members=2, num_records=(23, 23, 0))[:2]
+    assert again == [records[20:] for records in whole]
+
+
+def test_a_fit_goes_on_bitwise_from_what_was_replayed(tmp_path: pathlib.Path) -> None:
+    """Two ranks, each with its share of the gradients; in process too, below what was saved if that is lost.
+
+    It goes back to a log in the storage, and, since the next one's manifest is gone, to the base before it in memory:
+    what it saves then is of another generation.
+    """
+    flags = "--wait", "--mode", "gradlog", "--every", "5"
+    program = ["delta_fit.py", "29", "--devices", "2", *flags, "--gives-up", "0/1@12,0/0@23!"]
+    with jobs.running_fit(tmp_path, 2, program, {}) as job:
+        assert job.finish() == 0, job.output()
+        records = [job.records(member) for member in MEMBERS[:2]]
+    steps = [*range(13), *range(10, 24), *range(15, 29)]
+    for lines in records:
+        assert [line["step"] for line in lines] == steps
+        first = {line["step"]: line for line in reversed(lines)}
+        assert all(line == first[line["step"]] for line in lines)
+    told = [line for line in job.events() if line["event"] == "checkpoint_restored"]
+    found = [(line["step"], line["source"], line["steps_lost"]) for line in told]
+    assert found == [(10, "storage", 2), (15, "memory", 8)]
+    assert not [line for line in job.events() if line["event"] == "checkpoint_failed"]
+    _check_newest(tmp_path, records, "gradlog", 25)
+    counts = (len(records[0]), len(records[1]), 0)
+    again = _fit(tmp_path, 29, *flags, num_members=2, num_records=counts)[:2]
+    assert again == [lines[-4:] for lines in records]
+
+
+def _check_newest(out: pathlib.Path, whole: list[list[dict[str, Any]]], mode: str, step: int) -> None:
+    """The newest checkpoint depends on another, and is what both ranks have trained on from."""
+    store = open_store(str(out / "run"))
     newest = read_manifest(store, published_keys(store)[0])[0]
-    assert (newest.key.step, newest.mode, newest.depth, newest.num_ranks) == (2 * every, mode, 1, 2)
-    assert weights_hash(load(store)["state_dict"]) == whole[0][2 * every]["hash"] == whole[1][2 * every]["hash"]
-    counts = (num_steps, num_steps, 0)
-    again = _fit(tmp_path, num_steps, *flags, num_members=2, num_records=counts)[:2]
-    assert again == [records[2 * every :] for records in whole]
+    assert (newest.key.step, newest.mode, newest.depth, newest.num_ranks) == (step, mode, 1, 2)
+    expected = [next(line for line in records if line["step"] == step)["hash"] for records in whole]
+    assert [weights_hash(load(store)["state_dict"])] * 2 == expected
 
 
 def test_a_resumed_fit_is_bitwise_the_one_that_was_not_interrupted(tmp_path: pathlib.Path) -> None:
@@ -95,10 +123,19 @@ def _check_going_back(out: pathlib.Path, whole: list[list[dict[str, Any]]]) -> N
     assert "has not helped" in failed[0]
 
 
-def test_kill_in_saves(tmp_path: pathlib.Path) -> None:
-    """Who dies while it saves costs the job that save at most; what is committed is the state that all ranks had."""
-    faults = "0/1=save.enter@2; 0/0=save.commit@4"
-    records = _fit(tmp_path, 40, "--every", "5", "--pause", "0.05", fails=faults)
+@pytest.mark.parametrize(
+    ("mode", "faults"),
+    [
+        ("lossless", "0/1=save.enter@2; 0/0=save.commit@4"),
+        ("gradlog", "0/1=save.written@2; 0/0=save.committed@4"),
+    ],
+)
+def test_kill_in_saves(tmp_path: pathlib.Path, mode: str, faults: str) -> None:
+    """Who dies while it saves costs the job that save at most; what is committed is the state that all ranks had.
+
+    A save that nobody is left to tell of, since rank 0 died when it was committed, is not told to have failed.
+    """
+    records = _fit(tmp_path, 40, "--mode", mode, "--every", "5", "--pause", "0.05", fails=faults)
     assert len(records[2]) == 40
     store = open_store(str(tmp_path / "run"))
     verdicts = verify(store, deep=True)
@@ -107,10 +144,12 @@ def test_kill_in_saves(tmp_path: pathlib.Path) -> None:
     assert state["global_step"] == 40
     told = [event for event in jobs.read_lines(tmp_path / "events.jsonl") if event["event"].startswith("checkpoint_")]
     lost = [(event["step"], event["cause"]) for event in told if event["event"] == "checkpoint_failed"]
-    assert {cause for _, cause in lost} == {"ranks changed"}, told
+    assert {cause for _, cause in lost} <= {"ranks changed"}, told
     saved = [event for event in told if event["event"] == "checkpoint_saved"]
-    assert not {step for step, _ in lost} & {event["step"] for event in saved}
-    assert {event["step"] for event in told} == set(range(5, 41, 5))
+    there = {event["step"] for event in saved} | {verdict.key.step for verdict in verdicts}
+    assert not {step for step, _ in lost} & there
+    untold = set(range(5, 41, 5)) - {event["step"] for event in told}
+    assert len(untold) == (0 if "save.commit@" in faults else 1)
     kept = {str(verdict.key): verdict.key.step for verdict in verdicts}
     assert {event["path"].rpartition("/")[2]: event["step"] for event in saved[-3:]}.items() <= kept.items()
     assert all(0 < event["blocked_s"] <= event["duration_s"] for event in saved)

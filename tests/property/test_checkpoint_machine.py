@@ -146,6 +146,18 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.step = step
         self.begin(num_ranks, base_every)
 
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data(), is_told=st.booleans())
+    def go_back(self, data: st.DataObject, is_told: bool) -> None:
+        """The run goes on from a state that it has saved, in process, perhaps below what is committed."""
+        key = data.draw(st.sampled_from(sorted(self.saved)))
+        self.step = key.step
+        self.take(copy.deepcopy(self.saved[key]), is_told=is_told)
+
+    def take(self, state: dict[str, Any], *, is_told: bool) -> None:
+        """Go on from this state."""
+        self.state = state
+
     @precondition(lambda self: self.writers[0]._claim is not None)
     @rule(keep_last=st.integers(1, 3))
     def retain(self, keep_last: int) -> None:
@@ -254,6 +266,13 @@ class TrainedMachine(CheckpointMachine):
         """Somebody changes a weight."""
         self.net[0].weight.data[0, 0] += 0.5
 
+    def take(self, state: dict[str, Any], *, is_told: bool) -> None:
+        super().take(state, is_told=is_told)
+        if "net" in state:
+            self.net.load_state_dict(state["net"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.state |= {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+
     def step_optimizer(self, *, is_clipped: bool) -> None:
         """Take a step."""
         if is_clipped:
@@ -270,6 +289,11 @@ class SnapMachine(TrainedMachine):
         super().begin(num_ranks, base_every)
         self.snap = Snap()
 
+    def take(self, state: dict[str, Any], *, is_told: bool) -> None:
+        super().take(state, is_told=is_told)
+        if is_told:
+            self.snap.forget()
+
     def plan(self) -> Plan:
         plan = super().plan()
         self.snap.snap([self.optimizer], self.step)
@@ -283,8 +307,18 @@ class GradlogMachine(TrainedMachine):
 
     def begin(self, num_ranks: int, base_every: int | None) -> None:
         super().begin(num_ranks, base_every)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin other logs."""
+        num_ranks = len(self.writers)
         self.logs = [GradientLog(self.optimizer, rank, num_ranks) for rank in range(num_ranks)]
         self.taken = (-1, 0)
+
+    def take(self, state: dict[str, Any], *, is_told: bool) -> None:
+        super().take(state, is_told=is_told)
+        if is_told:
+            self.forget()
 
     def step_optimizer(self, *, is_clipped: bool) -> None:
         for log in self.logs:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import logging
+import os
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import lightning as L
@@ -18,6 +22,7 @@ from lightning_ft import lightning_progress
 from lightning_ft.checkpoint import Writer, load
 from lightning_ft.checkpoint.manifests import published_keys
 from lightning_ft.checkpoint.store import open_store
+from lightning_ft.checkpoint.stores.local import LocalStore
 from lightning_ft.config import checkpoint_interval
 from lightning_ft.errors import StaleWriterError, StoreError
 from lightning_ft.lightning_checkpoints import locate
@@ -42,6 +47,10 @@ class Model(L.LightningModule):
         self.log("loss", torch.nn.functional.mse_loss(self.net(batch[0]), batch[0].sum(1, keepdim=True)))
 
     test_step = validation_step
+
+    def predict_step(self, batch: Any, _: int) -> torch.Tensor:
+        prediction: torch.Tensor = self.net(batch[0])
+        return prediction
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -94,15 +103,54 @@ def test_a_fit_goes_on_bitwise(tmp_path: pathlib.Path) -> None:
     assert _fit(tmp_path, plugins=[plugin], ckpt_path=str(manifest), max_epochs=3).seen[0][0] == 20
 
 
-def test_it_loads_for_evaluations_too(tmp_path: pathlib.Path) -> None:
-    """Validation and test take the directory."""
-    url = tmp_path / "run"
+@pytest.mark.parametrize("place", ["path", "remote"])
+def test_whatever_names_a_checkpoint_is_taken_wherever_one_is_asked_for(tmp_path: pathlib.Path, place: str) -> None:
+    """The directory, a manifest and "last", of this machine or remote, by fit, validate, test and predict.
+
+    With the callback, or without it by the plugin; and by a program that knows the URL alone.
+    """
+    url = str(tmp_path / "run") if place == "path" else "memory://runs/matrix"
     model = _fit(tmp_path, lightning_ft.DeltaCheckpoint(url, every_n_epochs=1), max_epochs=1)
-    for name in ("validate", "test"):
-        fresh = Model()
-        trainer = _trainer(tmp_path, plugins=[lightning_ft.DeltaCheckpointIO()])
-        getattr(trainer, name)(fresh, _loader(), ckpt_path=str(url), verbose=False)
-        torch.testing.assert_close(fresh.state_dict(), model.state_dict(), rtol=0.0, atol=0.0)
+    (key,) = published_keys(open_store(url))
+    plugin = lightning_ft.DeltaCheckpointIO()
+    for named in (url, f"{url}/manifests/{key}", "last"):
+        saves = lightning_ft.DeltaCheckpoint(url, every_n_epochs=1)
+        options: dict[str, Any] = {"plugins": [plugin]} if named != "last" else {}
+        callbacks = [saves] if named == "last" else []
+        for name in ("validate", "test", "predict"):
+            fresh = Model()
+            trainer = _trainer(tmp_path, *callbacks, **options)
+            shown = {} if name == "predict" else {"verbose": False}
+            getattr(trainer, name)(fresh, _loader(), ckpt_path=named, **shown)
+            torch.testing.assert_close(fresh.state_dict(), model.state_dict(), rtol=0.0, atol=0.0)
+        resumed = _fit(tmp_path, *callbacks, ckpt_path=named, max_steps=12, **options)
+        assert [step for step, _ in resumed.seen] == [10, 11]
+        assert resumed.seen[0][1] == model.net[1].weight.detach().sum().item()
+    assert load(url)["global_step"] in (10, 12)
+
+
+def test_loading_needs_neither_lightning_nor_a_gpu(tmp_path: pathlib.Path) -> None:
+    """In a process that has none of them, and no group: all modes' checkpoints of a fit, as ordinary tensors."""
+    url = str(tmp_path / "run")
+    model = _fit(tmp_path, lightning_ft.DeltaCheckpoint(url, mode="gradlog", base_every=50), max_steps=3)
+    program = """
+import sys
+class NoLightning:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("lightning", "pytorch_lightning", "torchmetrics"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, NoLightning())
+from lightning_ft.checkpoint import load
+state = load(sys.argv[1])
+import torch
+assert not torch.cuda.is_available() and "lightning" not in sys.modules and state["global_step"] == 3
+torch.save(state["state_dict"], sys.argv[2])
+"""
+    target = tmp_path / "weights.pt"
+    subprocess.run(
+        [sys.executable, "-c", program, url, str(target)], check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
+    torch.testing.assert_close(torch.load(target), dict(model.state_dict()), rtol=0.0, atol=0.0)
 
 
 def test_long_waits_are_shown(
@@ -176,6 +224,7 @@ def test_the_interval_may_be_an_environment_variable(monkeypatch: pytest.MonkeyP
         ({"every_n_train_steps": 1, "every_n_epochs": 1}, "every_n_train_steps and every_n_epochs exclude each other"),
         ({"every_n_train_steps": 0}, "every_n_train_steps must be above 0"),
         ({"mode": "min"}, "mode must be one of 'lossless'"),
+        ({"save_last": True}, "save_last is for the ordinary checkpoints of monitor"),
         ({"keep_last": 0}, "keep_last must be at least 1"),
         ({"base_every": 0}, "base_every must be at least 1"),
         ({"storage_options": {"key": "x"}}, "storage options"),
@@ -211,6 +260,57 @@ def test_storage_that_fails_does_not_stop_a_fit(tmp_path: pathlib.Path, caplog: 
         _fit(tmp_path, lightning_ft.DeltaCheckpoint(tmp_path / "other" / "run", strict=True), max_epochs=1)
 
 
+def test_each_cause_is_told_once_and_each_save_tried_again(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk, no permission, a network that fails, at whatever is written; the first save after that succeeds."""
+    causes = [
+        ("pack", OSError(errno.ENOSPC, "no space left")),
+        ("footer", PermissionError(errno.EACCES, "denied")),
+        ("manifests/", ConnectionResetError(errno.ECONNRESET, "reset")),
+        ("manifests/", ConnectionResetError(errno.ECONNRESET, "reset")),
+    ]
+    create = LocalStore._create
+
+    def fail(self: LocalStore, path: str, attempt: Any) -> None:
+        if causes and causes[0][0] in path:
+            raise causes.pop(0)[1]
+        create(self, path, attempt)
+
+    monkeypatch.setattr(LocalStore, "_create", fail)
+    saves = lightning_ft.DeltaCheckpoint(tmp_path / "run", every_n_train_steps=2, keep_last=20)
+
+    class Patience(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            if saves._saver is not None:
+                saves._saver.wait()
+
+    with caplog.at_level(logging.WARNING, "lightning_ft"):
+        _fit(tmp_path, saves, Patience(), max_steps=14)
+    assert not causes
+    assert (saves.num_failed, saves.num_saved) == (4, 3)
+    assert _steps(tmp_path / "run") == [10, 12, 14]
+    told = [record.message for record in caplog.records if "could not be saved" in record.message]
+    assert [text.partition("cause=")[2].split(",")[0] for text in told] == [
+        "create ENOSPC",
+        "create EACCES",
+        "create ECONNRESET",
+    ]
+
+
+def test_an_exception_saves_what_was_done(tmp_path: pathlib.Path) -> None:
+    """Not only Ctrl-C: on one device all ranks are together."""
+
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 7:
+                raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        _fit(tmp_path, lightning_ft.DeltaCheckpoint(tmp_path / "run", every_n_train_steps=5), Fails(), max_steps=20)
+    assert _steps(tmp_path / "run")[-1] == 7
+
+
 def test_a_run_that_another_has_taken_over_saves_no_more(tmp_path: pathlib.Path) -> None:
     """Two in one directory: the older one says so, and leaves the newer one's checkpoints alone."""
     url = str(tmp_path / "run")
@@ -236,12 +336,13 @@ def test_a_run_that_another_has_taken_over_saves_no_more(tmp_path: pathlib.Path)
 
 def test_the_best_are_kept_as_ordinary_checkpoints(tmp_path: pathlib.Path) -> None:
     """Beside the others; any Lightning loads them."""
-    saves = lightning_ft.DeltaCheckpoint(tmp_path / "run", monitor="loss", save_top_k=2)
+    saves = lightning_ft.DeltaCheckpoint(tmp_path / "run", monitor="loss", save_top_k=2, save_last=True)
     model = Model()
     _trainer(tmp_path, saves, max_epochs=3).fit(model, _loader(), _loader())
     best = pathlib.Path(saves.best_model_path)
     assert best.parent == tmp_path / "run" / "best"
-    assert len(list(best.parent.iterdir())) == 2
+    assert len(list(best.parent.iterdir())) == 3
+    assert torch.load(best.parent / "last.ckpt", weights_only=True)["global_step"] == 30
     assert torch.load(best, weights_only=True)["global_step"] in (10, 20, 30)
     assert saves.num_saved + saves.num_skipped >= 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import pathlib
 from typing import Any
@@ -93,6 +94,7 @@ def manifests(url: pathlib.Path) -> list[Manifest]:
             10,
         ),
         ({"mode": "snap", "every_n_train_steps": 10}, {}, 20),
+        ({"mode": "snap", "train_time_interval": datetime.timedelta(microseconds=1)}, {}, 14),
     ],
 )
 def test_a_fit_goes_on_bitwise(
@@ -109,6 +111,19 @@ def test_a_fit_goes_on_bitwise(
     state = load(str(tmp_path / "parts"))["state_dict"]
     assert all(torch.equal(value, whole.state_dict()[name]) for name, value in state.items())
     assert all(not verdict.problems for verdict in verify(str(tmp_path / "parts"), deep=True))
+
+
+@pytest.mark.parametrize(("mode", "every"), [("lossless", 5), ("bounded", 5), ("gradlog", 5), ("snap", 15)])
+def test_saves_in_an_epochs_middle_and_at_its_end_are_differences(
+    tmp_path: pathlib.Path, mode: str, every: int
+) -> None:
+    """What tells where in an epoch the fit is changes no tensors, so only the first is a base."""
+    model = Model()
+    model.net[0], model.net[1], model.net[3] = torch.nn.Linear(4, 9000), torch.nn.Identity(), torch.nn.Linear(9000, 1)
+    model.net[0].requires_grad_(False)  # else what has changed would be no less than all
+    fit(tmp_path, 4 * every, model, mode=mode, every_n_train_steps=every)
+    depths = [manifest.depth for manifest in manifests(tmp_path)]
+    assert depths == ([3, 2, 1, 0] if mode in ("gradlog", "snap") else [1, 1, 1, 0])
 
 
 def test_gradients_are_taken_down_before_they_are_clipped(tmp_path: pathlib.Path) -> None:

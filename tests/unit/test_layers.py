@@ -47,6 +47,8 @@ LAYERS = (
     "rejoin",
     "resize",
     "lightning_checkpoints",
+    "delta_interval",
+    "delta_memory",
     "delta_modes",
     "delta_checkpoint",
     "rollback",

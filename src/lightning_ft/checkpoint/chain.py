@@ -22,7 +22,7 @@ from lightning_ft.checkpoint.records import (
 from lightning_ft.checkpoint.replay import replay
 from lightning_ft.checkpoint.store import Store
 from lightning_ft.checkpoint.tensors import Bytes
-from lightning_ft.errors import CheckpointDamagedError
+from lightning_ft.errors import CheckpointDamagedError, ReplayError
 
 WINDOW_BYTES = 16 << 20
 """So much of a pack is read at once: enough that the way to the storage does not count, little beside the state."""
@@ -36,7 +36,7 @@ def read_contents(store: Store, chain: Sequence[Manifest]) -> list[torch.Tensor]
 
     Raises:
         CheckpointDamagedError: A piece is missing or damaged.
-        UnsupportedCheckpointError: A codec is not known.
+        UnsupportedCheckpointError: A codec is not known; or, as a `ReplayError`, an optimizer works otherwise here.
         StoreError: The storage failed.
     """
     needed = check_coverage(chain)
@@ -76,8 +76,9 @@ def _check_replayed(frame: Frame, log: Log, views: Sequence[Bytes], piece: str) 
             f"chunk at {frame.start} of stream {frame.stream} is replayed, but has bytes", piece
         )
     if hash_of(out.data) != frame.decoded_hash:
-        raise CheckpointDamagedError(
-            f"{log.optimizer} does not make of the gradients here what it made of them with {log.program}", piece
+        raise ReplayError(
+            f"{piece} is intact, but {log.optimizer} does not make of its gradients here what it made of them with "
+            f"{log.program}, or something else had changed averages. Load it on such a machine, or an older one."
         )
 
 

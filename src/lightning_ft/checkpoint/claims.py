@@ -22,6 +22,12 @@ _DIGITS = 8
 """Of a generation in a path, so that paths sort as generations do."""
 
 
+def _content() -> bytes:
+    """Return what tells a claim from another writer's, also if its answer is lost; and a person, whose it is."""
+    told = {"nonce": secrets.token_hex(16), "host": socket.gethostname(), "pid": os.getpid()}
+    return json.dumps(told).encode()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
     """The right to publish checkpoints of one generation, until a newer one is claimed.
@@ -33,6 +39,7 @@ class Claim:
 
     store: Store
     generation: int
+    _successor: bytes = dataclasses.field(default_factory=_content, init=False, repr=False, compare=False)
 
     def check(self) -> None:
         """Make sure that nobody has taken over. Call it before anything is published or deleted.
@@ -43,15 +50,17 @@ class Claim:
             StaleWriterError: Somebody has.
             StoreError: It can't be told; then publish and delete nothing.
         """
-        newer = self.generation + 1
         try:
-            self.store.size(claim_path(newer))
+            self.store.size(claim_path(self.generation + 1))
         except FileNotFoundError:
             return
-        raise StaleWriterError(
-            f"writing checkpoints to {self.store.url} failed: generation {newer} has been claimed by another process, "
-            f"this one holds {self.generation}. Another run, or another process of this one, has taken over: write "
-            "nothing more. If both should run, give each its own directory.",
+        raise self._stale()
+
+    def _stale(self) -> StaleWriterError:
+        return StaleWriterError(
+            f"writing checkpoints to {self.store.url} failed: generation {self.generation + 1} has been claimed by "
+            f"another process, this one holds {self.generation}. Another run, or another process of this one, has "
+            "taken over: write nothing more. If both should run, give each its own directory.",
             generation=self.generation,
         )
 
@@ -69,6 +78,19 @@ class Claim:
         self.check()
         self.store.create(path, pieces)
 
+    def follow(self) -> Claim:
+        """Claim the next generation, if nobody has: for a writer that goes back to an earlier step.
+
+        Raises:
+            StaleWriterError: Somebody has.
+            StoreError: The store failed; the same call again goes on, and nothing else may.
+        """
+        try:
+            self.store.create(claim_path(self.generation + 1), [self._successor])
+        except AlreadyThereError:
+            raise self._stale() from None
+        return Claim(self.store, self.generation + 1)
+
 
 def claim_generation(store: Store, *, at_least: int = 0) -> Claim:
     """Claim the generation after all that were claimed, which fences their writers, and clean up after them.
@@ -83,11 +105,10 @@ def claim_generation(store: Store, *, at_least: int = 0) -> Claim:
     if at_least < 0:
         raise ValueError(f"at_least must be at least 0, got {at_least!r}")
     generation = max([at_least, *(number + 1 for number in claimed_generations(store))])
-    # What tells this claim from another writer's, also if its answer is lost; and a person, whose it is.
-    content = {"nonce": secrets.token_hex(16), "host": socket.gethostname(), "pid": os.getpid()}
+    content = _content()
     while True:
         try:
-            store.create(claim_path(generation), [json.dumps(content).encode()])
+            store.create(claim_path(generation), [content])
             break
         except AlreadyThereError:  # somebody was faster, or the listing was old
             generation += 1

@@ -17,7 +17,7 @@ from lightning_ft.checkpoint.store import open_store
 from lightning_ft.errors import CheckpointError
 
 RANKS = "lightning_ft_ranks"
-"""Entry of a fit's state that `DeltaCheckpoint` alone reads: the ranks' random generators. It holds numpy's objects."""
+"""Entry of a fit's state that `DeltaCheckpoint` alone reads: the ranks' random generators."""
 
 _COPY_BYTES = 16 << 20
 
@@ -29,7 +29,7 @@ def write_ckpt(
 
     Args:
         state: Of a checkpoint.
-        has_ranks: Whether the entry `RANKS` is kept. With it the file can't be loaded with `weights_only=True`.
+        has_ranks: Whether the entry `RANKS` is kept.
         target: A path, or a URL. It is there whole or not at all, whatever is killed when.
         overwrites: Whether a file that is there may be replaced; of a path only.
         storage_options: For a URL.

@@ -10,7 +10,7 @@ import torch
 from lightning_ft.checkpoint.log import Log, Step
 from lightning_ft.checkpoint.records import Stream
 from lightning_ft.checkpoint.tensors import tensor_from
-from lightning_ft.errors import CheckpointDamagedError, UnsupportedCheckpointError
+from lightning_ft.errors import ReplayError, UnsupportedCheckpointError
 
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     name: getattr(torch.optim, name)
@@ -48,7 +48,7 @@ def replay(
         piece: The manifest's path, for errors.
 
     Raises:
-        CheckpointDamagedError: The optimizer can't do anything with that.
+        ReplayError: The optimizer here can't do anything with that.
         UnsupportedCheckpointError: It is not known, or needs another device.
     """
     if log.optimizer not in OPTIMIZERS:
@@ -66,7 +66,9 @@ def replay(
     try:
         _replay(log, streams, contents, gradients)
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
-        raise CheckpointDamagedError(f"its gradients can't be replayed: {error!r}", piece) from error
+        raise ReplayError(
+            f"the gradients of {piece}, logged with {log.program}, can't be replayed by {log.optimizer} here: {error!r}"
+        ) from error
 
 
 def _replay(

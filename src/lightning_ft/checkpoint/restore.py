@@ -11,7 +11,13 @@ from lightning_ft.checkpoint.manifests import opened, published_keys, read_chain
 from lightning_ft.checkpoint.records import LATEST, Key, Manifest, manifest_path
 from lightning_ft.checkpoint.store import Store
 from lightning_ft.checkpoint.tree import unflatten
-from lightning_ft.errors import CheckpointDamagedError, CheckpointNotFoundError, StoreError
+from lightning_ft.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ReplayError,
+    StoreError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -23,12 +29,13 @@ class Restored:
     Attributes:
         state: What was saved; tensors in the host's memory.
         manifest: Of the checkpoint.
-        damaged: The newer checkpoints that could not be read, newest first, with what is wrong with each.
+        damaged: The newer checkpoints that could not be read, newest first, with what is wrong with each: it is
+            damaged, or a log of gradients that can't be replayed here.
     """
 
     state: Any
     manifest: Manifest
-    damaged: tuple[tuple[Key, CheckpointDamagedError], ...]
+    damaged: tuple[tuple[Key, CheckpointError], ...]
 
     @property
     def num_steps_lost(self) -> int:
@@ -67,16 +74,17 @@ def restore(store: Store, *, key: Key | None = None, weights_only: bool = True) 
 
     Raises:
         CheckpointDamagedError: The one that was asked for is damaged or missing.
+        ReplayError: It is a log of gradients that can't be replayed here.
         CheckpointNotFoundError, UnsupportedCheckpointError, StoreError: As for `load`.
     """
     if key is not None:
         return Restored(*_read(store, key, weights_only=weights_only), ())
-    damaged: dict[Key, CheckpointDamagedError] = {}
+    damaged: dict[Key, CheckpointError] = {}
     vanished: set[Key] = set()
     while candidates := [key for key in _candidates(store) if key not in damaged and key not in vanished]:
         try:
             state, manifest = _read(store, candidates[0], weights_only=weights_only)
-        except CheckpointDamagedError as error:
+        except (CheckpointDamagedError, ReplayError) as error:
             if _is_published(store, candidates[0]):
                 damaged[candidates[0]] = error
                 _log.warning("Checkpoint %s can't be used: %s", candidates[0], error)
@@ -92,7 +100,7 @@ def restore(store: Store, *, key: Key | None = None, weights_only: bool = True) 
     what = "; ".join(str(error) for _, error in sorted(damaged.items(), reverse=True))
     raise CheckpointNotFoundError(
         f"loading from {store.url} failed: "
-        + (f"none of its {len(damaged)} checkpoints is intact: {what}" if damaged else "there is no checkpoint")
+        + (f"none of its {len(damaged)} checkpoints can be used: {what}" if damaged else "there is no checkpoint")
     )
 
 

@@ -147,8 +147,8 @@ class Saver:
             reach("save.written")
             if self.writer.rank == 0:
                 self.last = self._commit(plan)
-                self._on_saved(Saved(self.last, time.monotonic() - due_s, blocked_s))
                 reach("save.committed")
+                self._on_saved(Saved(self.last, time.monotonic() - due_s, blocked_s))
         except Exception as error:  # noqa: BLE001 - whatever it is, `take_error` hands it over
             self._error = error
 

@@ -20,20 +20,28 @@ from lightning_ft.checkpoint.manifests import (
 )
 from lightning_ft.checkpoint.records import Key, Manifest, footer_path, pack_path
 from lightning_ft.checkpoint.store import Store
-from lightning_ft.errors import CheckpointDamagedError, CheckpointError, StoreError, UnsupportedCheckpointError
+from lightning_ft.errors import CheckpointDamagedError, UnsupportedCheckpointError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wrong with a checkpoint; nothing if it is intact.
+    """What is wrong with a checkpoint: nothing if it is intact.
 
     Attributes:
         key: Of the checkpoint.
         problems: Each with the path of the piece; damage of a checkpoint that it depends on counts as its own.
+        obstacle: Why it can't be read here though nothing is damaged: by this program, or with this machine's
+            optimizers; None: it can, as far as was looked.
     """
 
     key: Key
     problems: tuple[str, ...]
+    obstacle: str | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether nothing keeps it from being restored here."""
+        return not self.problems and self.obstacle is None
 
 
 def verify(store: Store | str, *, deep: bool = False, **storage_options: Any) -> list[Verdict]:
@@ -53,7 +61,7 @@ def verify(store: Store | str, *, deep: bool = False, **storage_options: Any) ->
     """
     store = opened(store, **storage_options)
     own: dict[Key, tuple[str, ...]] = {}
-    verdicts = [Verdict(key, _problems(store, key, own, deep=deep)) for key in published_keys(store)]
+    verdicts = [_judge(store, key, own, deep=deep) for key in published_keys(store)]
     if not any(verdict.problems for verdict in verdicts):
         return verdicts
     still_there = set(published_keys(store))
@@ -80,27 +88,22 @@ def is_usable(store: Store, key: Key) -> bool:
     return True
 
 
-def _problems(store: Store, key: Key, own: dict[Key, tuple[str, ...]], *, deep: bool) -> tuple[str, ...]:
-    """Return what is wrong with a checkpoint and its parents; `own` remembers what was found of each."""
+def _judge(store: Store, key: Key, own: dict[Key, tuple[str, ...]], *, deep: bool) -> Verdict:
+    """Find out what is wrong with a checkpoint and its parents; `own` remembers what was found of each."""
     try:
         chain = read_chain(store, key)
         check_coverage(chain)
-    except StoreError:
-        raise
-    except (CheckpointDamagedError, UnsupportedCheckpointError) as error:
-        return (str(error),)
-    for manifest in chain:
-        if manifest.key not in own:
-            own[manifest.key] = tuple(str(error) for error in _own_problems(store, manifest))
-    problems = tuple(problem for manifest in chain for problem in own[manifest.key])
-    if deep and not problems:
-        try:
+        for manifest in chain:
+            if manifest.key not in own:
+                own[manifest.key] = tuple(str(error) for error in _own_problems(store, manifest))
+        problems = tuple(problem for manifest in chain for problem in own[manifest.key])
+        if deep and not problems:
             read_contents(store, chain)
-        except StoreError:
-            raise
-        except CheckpointError as error:
-            return (str(error),)
-    return problems
+    except UnsupportedCheckpointError as error:
+        return Verdict(key, (), str(error))
+    except CheckpointDamagedError as error:
+        return Verdict(key, (str(error),))
+    return Verdict(key, problems)
 
 
 def _own_problems(store: Store, manifest: Manifest) -> Iterator[CheckpointDamagedError]:

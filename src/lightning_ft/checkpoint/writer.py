@@ -161,6 +161,7 @@ class Writer:
         self.keep_last = keep_last
         self._saves_per_base = base_every or SAVES_PER_BASE
         self._claim: Claim | None = None
+        self._goes_back = False
         self._last: Plan | None = None
         self._committed: Key | None = None
         self._base: _Base | None = None
@@ -172,11 +173,12 @@ class Writer:
         """Write a checkpoint, commit it, and delete what `keep_last` does not keep. For one rank.
 
         Args:
-            step: Number of optimizer steps done; above that of this writer's last checkpoint.
+            step: Number of optimizer steps done. If it is not above that of this writer's last checkpoint, the job has
+                gone back: that begins a new generation, whose checkpoints count as newer than all before.
             state: Tensors and whatever else, nested in dictionaries, lists and tuples.
 
         Raises:
-            ValueError: There are several ranks; the step is not new; or the state can't be stored.
+            ValueError: There are several ranks, or the state can't be stored.
             StaleWriterError: Another run has taken over.
             StoreError: The storage failed. There is no such checkpoint, unless `is_in_doubt`. The next call may follow.
         """
@@ -194,22 +196,29 @@ class Writer:
         return None if self._base is None else self._base.ref.key.step
 
     def plan(self, step: int, *, is_base: bool = False) -> Plan:
-        """Decide what the next checkpoint is; rank 0 only. The first call claims a generation, which fences others.
+        """Decide what the next checkpoint is; rank 0 only.
+
+        The first call claims a generation, which fences others. So does one with a step that is not above that of the
+        last checkpoint: the job has gone back, and what follows is newer than what it has left behind.
 
         Args:
             step: Number of optimizer steps done.
             is_base: Whether it must not depend on others.
 
         Raises:
-            ValueError: The step is not above that of the last checkpoint.
+            ValueError: The step is negative.
             StaleWriterError: Another run has taken over.
             StoreError: The storage failed.
         """
         claim = self._claimed()
         self._resolve_doubt()
         key = Key(claim.generation, step)
-        if self._committed is not None and key <= self._committed:
-            raise ValueError(f"step must be above {self._committed.step}, of which there is a checkpoint, got {step}")
+        if self._goes_back or (self._committed is not None and key <= self._committed):
+            self._goes_back = True  # until it is done: the new claim may be there though its answer was lost
+            self._claim = claim.follow()
+            self._committed = self._base = None  # no generation refers to another
+            self._goes_back = False
+            key = Key(self._claim.generation, step)
         attempt = self._last.attempt + 1 if self._last and self._last.key == key else 0
         base = self._base
         if base and (

@@ -36,28 +36,29 @@ def _verdicts(store: Store, *, deep: bool) -> list[Verdict]:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Print what is wrong with each checkpoint, and which is the newest without fault. Returns: 1 for any fault."""
+    """Print what is wrong with each checkpoint, and which is the newest that can be used. Returns: 1 for any fault."""
     from lightning_ft.checkpoint.repair import plan_repair
     from lightning_ft.errors import UnsupportedCheckpointError
 
     store, _ = open_place(options)
     verdicts = _verdicts(store, deep=options.deep)
-    newest = next((verdict.key for verdict in verdicts if not verdict.problems), None)
+    newest = next((verdict.key for verdict in verdicts if verdict.is_usable), None)
     notes = []
     try:
         plan = plan_repair(store, verdicts, None, tries=False)
         notes += [f"{path} is of a save that was never finished" for path in plan.orphans]
         notes += [f"LATEST does not name {plan.latest or 'nothing'}"] * plan.is_latest_wrong
     except UnsupportedCheckpointError:
-        pass  # it is among the problems
+        pass  # it is among the obstacles
     if options.json:
         checkpoints = [
             {
                 "key": str(verdict.key),
                 "generation": verdict.key.generation,
                 "step": verdict.key.step,
-                "is_intact": not verdict.problems,
+                "is_intact": None if verdict.obstacle else not verdict.problems,
                 "problems": list(verdict.problems),
+                "obstacle": verdict.obstacle,
             }
             for verdict in verdicts
         ]
@@ -65,13 +66,14 @@ def verify(options: argparse.Namespace) -> int:
         print_json({**told, "newest_intact": None if newest is None else str(newest)})
     else:
         for verdict in verdicts:
-            print(f"{verdict.key}  {'DAMAGED' if verdict.problems else 'intact'}")
-            for problem in verdict.problems:
+            is_known = verdict.obstacle is None
+            print(f"{verdict.key}  {'DAMAGED' if verdict.problems else 'intact' if is_known else 'NOT FOR HERE'}")
+            for problem in verdict.problems if is_known else (verdict.obstacle,):
                 print(f"    {problem}")
         for note in notes:
             print(f"note: {note}")
         print(f"the newest intact checkpoint is {newest or 'none'}" if verdicts else f"{store.url} has no checkpoint")
-    return EXIT_FOUND if any(verdict.problems for verdict in verdicts) else EXIT_OK
+    return EXIT_OK if all(verdict.is_usable for verdict in verdicts) else EXIT_FOUND
 
 
 def prune(options: argparse.Namespace) -> int:

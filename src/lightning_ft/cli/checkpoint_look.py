@@ -63,6 +63,18 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def _of_mode(manifest: Manifest) -> dict[str, Any]:
+    """Return what a mode has to say of its checkpoint."""
+    extra = manifest.extra
+    if "error" in extra:
+        return {"error_bound": extra["error"]["bound"], "error": extra["error"]["measured"]}
+    if "optimizer" in extra:
+        steps = extra["steps"]
+        told = {name: extra[name] for name in ("optimizer", "device", "program")}
+        return {**told, "num_steps": len(steps), "num_skipped": sum(step["skipped"] for step in steps)}
+    return {}
+
+
 def inspect(options: argparse.Namespace) -> int:
     """Print what one checkpoint's manifest says."""
     from lightning_ft.checkpoint.manifests import published_keys, read_manifest
@@ -94,6 +106,7 @@ def inspect(options: argparse.Namespace) -> int:
         "generation": key.generation,
         "step": key.step,
         **_summary(manifest),
+        **_of_mode(manifest),
     }
     if options.json:
         print_json({**told, "codecs": codecs, "streams": streams})

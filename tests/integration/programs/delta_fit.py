@@ -7,7 +7,8 @@ Each rank appends a JSON line per batch to OUT/<rank's member or number>.jsonl: 
 hash before it. The checkpoints are in OUT/run, or at the URL. With several STEPS there are as many fits, each with a
 Trainer of its own; the first goes on from "last", the others from the directory. With --wait no save is left out: each
 batch waits for the last one.
-With --gives-up 0/1@13,0/0@26 a member can't go on with the step, once for each time that it is named.
+With --gives-up 0/1@13,0/0@26! a member can't go on with the step, once for each time that it is named; with the second
+the newest checkpoint is lost as well.
 """
 
 from __future__ import annotations
@@ -61,8 +62,11 @@ class Model(L.LightningModule):
         with (self.out / f"{name}.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
         moment = f"{name.replace('-', '/')}@{self.global_step}"
-        if moment in self.gives_up:
-            self.gives_up.remove(moment)
+        if f"{moment}!" in self.gives_up:
+            max((self.out / "run" / "manifests").iterdir()).unlink()
+        found = next((entry for entry in self.gives_up if entry.rstrip("!") == moment), None)
+        if found is not None:
+            self.gives_up.remove(found)
             raise lightning_ft.FaultToleranceError("the loss is not finite")
         return torch.nn.functional.mse_loss(self.net(batch[0]), batch[0].sum(1, keepdim=True))
 

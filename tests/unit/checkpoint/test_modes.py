@@ -447,7 +447,7 @@ def test_another_result_of_the_replay_is_found(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(OPTIMIZERS, "AdamW", Own)  # type: ignore[arg-type]
     found = restore(run.store)
     assert found.manifest.parent is None
-    assert "AdamW does not make of the gradients here" in str(found.damaged[0][1])
+    assert "AdamW does not make of its gradients here" in str(found.damaged[0][1])
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------

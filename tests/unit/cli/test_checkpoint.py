@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from checkpoint_twin import assert_same
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from mode_job import MODES, Job, assert_restored
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -21,6 +23,8 @@ import lightning_ft.checkpoint
 from lightning_ft import delta_checkpoint
 from lightning_ft.checkpoint import Writer
 from lightning_ft.checkpoint import export as exporting
+from lightning_ft.checkpoint.replay import OPTIMIZERS
+from lightning_ft.checkpoint.store import open_store
 from lightning_ft.cli import main
 
 
@@ -142,6 +146,59 @@ def test_verify_names_what_is_damaged_and_the_newest_intact(
     text = capsys.readouterr().out
     assert "DAMAGED" in text
     assert text.splitlines()[-1].endswith("-000000000002")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_is_looked_after(mode: str, tmp_path: Path, told: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Inspected, verified, exported, pruned, and repaired when a checkpoint that others depend on is damaged."""
+    place = tmp_path / "run"
+    job = Job([open_store(str(place))] * 2, mode, base_every=4)
+    states = []
+    for _ in range(8):
+        job.train()
+        job.save()
+        states.append(copy.deepcopy(job.state()))
+    facts = told("inspect", place)[1]
+    assert (facts["mode"], facts["depth"]) == (mode, 3 if mode in ("gradlog", "snap") else 1)
+    assert mode != "gradlog" or (facts["optimizer"], facts["num_steps"], facts["num_skipped"]) == ("AdamW", 1, 0)
+    assert mode != "bounded" or 0 < facts["error"] <= facts["error_bound"]
+    assert told("verify", place, "--deep")[0] == 0
+    target = tmp_path / "model.ckpt"
+    assert told("export", place, target, "--step", 7)[0] == 0
+    assert_restored(mode, torch.load(target), states[6])
+    assert [key[-1] for key in told("prune", place, "--keep", "2")[1]["kept"]] == (
+        list("87651") if mode in ("gradlog", "snap") else list("8751")
+    )
+    doomed = next((place / "data").glob("*-000000000007/a0.r1.0.pack"))
+    damage(doomed)
+    status, answer = told("verify", place)
+    assert (status, answer["newest_intact"][-1]) == (1, "6" if mode in ("gradlog", "snap") else "8")
+    for row in answer["checkpoints"]:
+        assert row["is_intact"] or str(doomed.relative_to(place)) in row["problems"][0]
+    assert told("repair", place, "--apply", "--claim")[0] == 0
+    assert told("verify", place, "--deep")[1]["newest_intact"] == answer["newest_intact"]
+    assert told("verify", place, "--deep")[0] == 0
+
+
+def test_what_is_only_not_for_this_machine_is_not_called_damaged(
+    tmp_path: Path, told: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verify says so and why, status 1; repair has nothing to do."""
+    place = tmp_path / "run"
+    job = Job([open_store(str(place))], "gradlog")
+    for _ in range(2):
+        job.train()
+        job.save()
+    monkeypatch.delitem(OPTIMIZERS, "AdamW")  # type: ignore[misc]
+    status, answer = told("verify", place, "--deep")
+    assert (status, answer["newest_intact"][-1]) == (1, "1")
+    assert [row["is_intact"] for row in answer["checkpoints"]] == [None, True]
+    assert "made by the optimizer 'AdamW'" in answer["checkpoints"][0]["obstacle"]
+    assert main(["checkpoint", "verify", "--deep", str(place)]) == 1
+    text = capsys.readouterr().out
+    assert "NOT FOR HERE" in text
+    assert "DAMAGED" not in text
+    assert told("repair", place)[0] == 0
 
 
 def test_exported_file_is_what_was_saved(saved: Path, tmp_path: Path, told: Any) -> None:
