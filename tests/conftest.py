@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,9 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI", "").lower() not in
 
 # Each of the many processes that tests start would compile the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+_TESTS = pathlib.Path(__file__).parent
+os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS.parent / "src"), str(_TESTS / "site")])
 
 # Until all tests are collected: what they import stays, and looking through it was two thirds of the collection's time.
 gc.disable()

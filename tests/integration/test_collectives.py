@@ -81,7 +81,7 @@ def test_healthy_results_are_those_of_stock_gloo(tmp_path: pathlib.Path) -> None
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = jobs.rank_command(stock, [*program, "--backend", "gloo"])
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT / "src"), "WORLD_SIZE": "3"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "3"}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     members = [
         subprocess.Popen(command, env={**environ, "RANK": str(rank), "LIGHTNING_FT_MEMBER": f"0/{rank}"})

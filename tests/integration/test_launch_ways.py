@@ -35,7 +35,7 @@ trainer:
 
 
 def _run(program: list[str], cwd: pathlib.Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT / "src"), **environment}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, str(jobs.PROGRAMS / program[0]), *program[1:]]
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=90, check=False)
 
@@ -88,7 +88,7 @@ def test_the_plain_example(tmp_path: pathlib.Path) -> None:
     done = subprocess.run(
         [*command, str(jobs.ROOT / "examples" / "plain_pytorch.py")],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT / "src")},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,

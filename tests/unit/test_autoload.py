@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-from tests import fresh
 
 ROOT = Path(__file__).parents[2]
 GROUP = "torch.backends"
@@ -25,7 +26,12 @@ def installed(tmp_path: Path) -> dict[str, str]:
     (place / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-ft-of-the-test\nVersion: 1\n")
     lines = [f"{name} = {target}" for name, target in points.items()]
     (place / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines]))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(tmp_path)])}
+
+
+def run(program: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -37,15 +43,13 @@ def installed(tmp_path: Path) -> dict[str, str]:
 )
 def test_trainer_knows_the_strategy(imports: str, installed: dict[str, str]) -> None:
     """Whatever is imported first."""
-    done = fresh.run(f"{imports}\n{MAKE}\nprint(type(strategy).__name__)", installed)
+    done = run(f"{imports}\n{MAKE}\nprint(type(strategy).__name__)", installed)
     assert done.stdout.strip() == "FaultTolerantDDPStrategy", done.stderr
 
 
 def test_importing_torch_imports_no_more_than_the_hook(installed: dict[str, str]) -> None:
     """Who does not use Lightning pays nothing, and gets no backend that he did not ask for."""
-    done = fresh.run(
-        "import torch, sys\nprint({'lightning_ft', 'lightning_ft_autoload'} & set(sys.modules))", installed
-    )
+    done = run("import torch, sys\nprint({'lightning_ft', 'lightning_ft_autoload'} & set(sys.modules))", installed)
     assert done.stdout.strip() == "{'lightning_ft_autoload'}", done.stderr
 
 
@@ -55,9 +59,9 @@ def test_broken_installation_breaks_neither_torch_nor_lightning(installed: dict[
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise RuntimeError('broken')")
     paths = os.pathsep.join([str(broken.parent), installed["PYTHONPATH"]])
-    done = fresh.run("import lightning, torch\nprint('fine')", {**installed, "PYTHONPATH": paths})
+    done = run("import lightning, torch\nprint('fine')", {**installed, "PYTHONPATH": paths})
     assert done.stdout == "fine\n", done.stderr
-    done = fresh.run("import sys; sys.modules['wrapt'] = None\nimport torch\nprint('fine')", installed)
+    done = run("import sys; sys.modules['wrapt'] = None\nimport torch\nprint('fine')", installed)
     assert done.stdout == "fine\n", done.stderr
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
-from tests import fresh
 
 import lightning_ft
 
@@ -67,7 +69,7 @@ def test_importing_it_imports_neither_torch_nor_lightning(program: str) -> None:
         "assert 'lightning' not in sys.modules\n"
         "print('ft' in torch.distributed.Backend.backend_list, lightning_ft.ft_ddp.__name__, *sys.modules)"
     )
-    done = fresh.run(program)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout.startswith("True ft_ddp "), done.stderr
     assert "lightning" not in done.stdout.split()
 
@@ -82,14 +84,14 @@ def test_the_strategy_is_known_in_any_order_of_imports(program: str) -> None:
         "from lightning.pytorch.strategies import StrategyRegistry\n"
         "print(type(StrategyRegistry.get('ft_ddp')).__name__)"
     )
-    done = fresh.run(program)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout == "FaultTolerantDDPStrategy\n", done.stderr
 
 
 def test_plain_pytorch_needs_no_lightning() -> None:
     """Without Lightning everything but the strategy is there."""
     program = "import sys; sys.modules['lightning'] = None; import lightning_ft; print(lightning_ft.ft_ddp.__name__)"
-    done = fresh.run(program)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout == "ft_ddp\n", done.stderr
 
 
@@ -100,6 +102,6 @@ def test_starting_without_an_agent_says_how_to_start() -> None:
         "import lightning_ft, torch.distributed as dist; dist.init_process_group('ft', store=dist.HashStore(), rank=0, "
         "world_size=1)"
     )
-    done = fresh.run(program)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert "LaunchError" in done.stderr
     assert "lightning-ft run --nproc-per-node" in done.stderr

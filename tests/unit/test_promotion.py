@@ -960,9 +960,8 @@ def test_logs_of_a_fit_whose_rank_0_dies_equal_an_undisturbed_ones(tmp_path: pat
         "spec.loader.exec_module(module)\n"
         "module.loud_fit(pathlib.Path(sys.argv[2]), 11, lambda trainer: module.die())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     arguments = [sys.executable, "-c", program, __file__, str(tmp_path / "split")]
-    dead = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    dead = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert dead.returncode == -signal.SIGKILL, dead.stderr
     assert len(csv_rows(tmp_path / "split" / "csv")) == 12
 
