@@ -75,25 +75,33 @@ def test_the_same_exception_again_and_again_ends_the_job(tmp_path: pathlib.Path)
         assert "RepeatedFailureError: the coordinator stopped the job: 0/1 failed with" in job.output()
 
 
-POINTS = ("sever", "park", "build", "exchange", "handover", "confirm")
-VICTIMS = {"first donor": "0/0", "last donor": "0/2", "joiner": "0/1#2"}
+POINTS = ("sever", "park", "build", "exchange", "handover", "transfer", "confirm")
+VICTIMS = {"first donor": ("0/0",), "last donor": ("0/2",), "joiner": ("0/1#2",), "joiner and donor": ("0/0", "0/1#2")}
 
 
 def _deaths(seed: int) -> list[tuple[str, str]]:
-    """Return for each victim a point of the admission of 0/1, another one with each seed; six seeds have all."""
-    return [(name, POINTS[(seed + 2 * index) % len(POINTS)]) for index, name in enumerate(VICTIMS)]
+    """Return for each victim a point of the admission of 0/1, another one with each seed; fourteen seeds have all."""
+    names = ("first donor", "last donor", "joiner and donor" if seed % 2 else "joiner")
+    return [(name, POINTS[(seed + 2 * index) % len(POINTS)]) for index, name in enumerate(names)]
 
 
-@pytest.mark.parametrize(("name", "point"), [death for seed in range(NUM_SWEEPS) for death in _deaths(seed + 3)])
+def _fault(member: str, point: str) -> str:
+    is_joiner = "#" in member
+    if point == "transfer":
+        return f"{member}=transfer.{'load' if is_joiner else 'send'}"
+    if is_joiner:
+        return f"{member}=recover.{'exchange' if point == 'park' else point}"  # it does not park first
+    return f"{member}=recover.{point}@3"  # the start, the death of 0/1, its return
+
+
+@pytest.mark.parametrize(("name", "point"), [death for seed in range(NUM_SWEEPS) for death in _deaths(seed + 1)])
 def test_kill_in_an_admission(tmp_path: pathlib.Path, name: str, point: str) -> None:
-    """Whoever dies at whatever point of an admission, the others go on, and all come back in the end."""
-    if name == "joiner" and point == "park":
-        point = "exchange"  # a joiner does not park first
-    count = 1 if name == "joiner" else 3  # the start, the death of 0/1, its return
-    faults = {"LIGHTNING_FT_FAIL_AT": f"0/1=commit.done@10; {VICTIMS[name]}=recover.{point}@{count}"}
+    """Whoever dies at whatever point of an admission, the others go on, and all come back; so if two die at once."""
+    faults = {"LIGHTNING_FT_FAIL_AT": "; ".join(["0/1=commit.done@10", *(_fault(who, point) for who in VICTIMS[name])])}
     program = ["plain_loop.py", "20", "--full", "--double", "--optimizer", "adamw"]
     with jobs.running(tmp_path, 3, program, RESPAWN | faults) as job:
-        check_full_again(job, 2, MEMBERS[:3], model="mlp", optimizer="adamw", dtype=torch.float64)
+        num_lost = 1 + len(VICTIMS[name])
+        check_full_again(job, num_lost, MEMBERS[:3], model="mlp", optimizer="adamw", dtype=torch.float64)
 
 
 def test_whoever_can_not_join_stays_away(tmp_path: pathlib.Path) -> None:

@@ -11,7 +11,7 @@ import pickle
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_ft.comm.place import Place, as_bytes, broadcast, gather_now
 from lightning_ft.errors import LaunchError
+from lightning_ft.faultpoints import reach
 from lightning_ft.membership.settle import SettlePlan
 
 _log = logging.getLogger("lightning_ft")
@@ -91,16 +92,24 @@ class StateTransfer:
         self._take = take
         self._progress = progress
         self._own = own
-        self._known: _Known | None = None
+        self._known: Future[_Known] | None = None
         self._ahead: tuple[int, int, Digests] | None = None
         self.sent_bytes = self.total_bytes = 0
         self.durations_s = dict.fromkeys(("drain", "compare", "receive", "load"), 0.0)
 
     def begin_as_joiner(self) -> None:
-        """Begin to find the digests of what this process has, while its group is made. It must not change any more."""
+        """Begin to find the digests of what this process has, while its group is made. It must not change any more.
+
+        In a thread: it may take longer than members wait for one of them when they make a group.
+        """
+        pool = ThreadPoolExecutor(1, "lightning_ft own state")
+        self._known = pool.submit(self._know)
+        pool.shutdown(wait=False)
+
+    def _know(self) -> _Known:
         with self._measured("drain"):
             cargo = self._load_own()
-        self._known = _Known(cargo)
+        return _Known(cargo)
 
     def begin_as_donor(self, rank: int, num_donors: int) -> None:
         """Begin to find the digests that this one tells, if the donors are these. What it sends must not change."""
@@ -118,8 +127,8 @@ class StateTransfer:
         is_joiner = place.rank in plan.joiners
         if is_joiner and self._known is None:
             self.begin_as_joiner()
-        known = self._known
-        cargo = known.cargo if is_joiner and known is not None else self._load()
+        known = self._known.result() if is_joiner and self._known is not None else None
+        cargo = self._load() if known is None else known.cargo
         row = torch.tensor([_crc(cargo.tensors), len(cargo.skeleton), int(self._own is not None)])
         slots = gather_now(place, row).view(torch.int64).tolist()
         holders = [rank for rank in range(place.size) if rank not in plan.joiners]
@@ -134,6 +143,7 @@ class StateTransfer:
             with _own_errors(place):
                 unpacker = _Unpacker(header.numpy().tobytes())
             self._receive(place, donors, unpacker, known if compares else None)
+            reach("transfer.load")
             with _own_errors(place), self._measured("load"):
                 self._take(unpacker.state())
         elif place.rank in donors:
@@ -159,6 +169,7 @@ class StateTransfer:
             works = [place.group.send([own], joiner, _DIGESTS_TAG) for joiner in joiners if own.numel()]
             works += [place.group.recv([as_bytes(wanted[joiner])], joiner, _WANTED_TAG) for joiner in joiners]
             self._wait(place, works, "comparing the state with a joiner's")
+        reach("transfer.send")
         works = []
         for joiner in joiners:
             for tag, (donor, piece) in enumerate(_pieces(_select(chunks, wanted[joiner]), donors), _FIRST_PIECE_TAG):
