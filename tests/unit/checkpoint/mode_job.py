@@ -79,13 +79,16 @@ class Job:
         self.take(found.state)
         return found
 
-    def train(self) -> None:
-        """Take a step."""
+    def train(self, max_norm: float | None = None) -> None:
+        """Take a step; with `max_norm` gradients are clipped."""
         self.step += 1
         self.optimizer.zero_grad()
         self.net(torch.randn(4, 3, generator=torch.Generator().manual_seed(self.step))).square().sum().backward()
         for log in self.logs:
             log.stepping()
+        if max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), max_norm)
+            assert all(log.clipped(norm, max_norm) for log in self.logs)
         self.optimizer.step()
         for log in self.logs:
             log.stepped()
