@@ -59,11 +59,14 @@ HEALED, EVICTED, REDONE, WARNED, FAILED = "healed", "evicted", "redone", "warned
 
 
 def is_due(step: int, every_n_steps: int) -> bool:
-    """Whether something is done in this of every n steps: in each n once, at a place that moves on by one.
+    """Whether something is done in this of every n steps: in each n once, at a place that seems drawn by chance.
 
-    If it did not, of two models that are trained in turns only one would ever be looked at.
+    If it were always the same, of two models that are trained in turns only one would ever be looked at.
     """
-    return every_n_steps > 0 and step % every_n_steps == step // every_n_steps % every_n_steps
+    if not every_n_steps:
+        return False
+    block, place = divmod(step, every_n_steps)
+    return place == (block * 2654435761 % (1 << 32) >> 16) % every_n_steps
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,7 +76,7 @@ class Check:
     Attributes:
         step: Number of the gradient step.
         subjects: What is compared.
-        reduction: Where the gradients are from; None if they are not compared.
+        reduction: Where the step's gradients are from.
         digests: Of the chunks here, as they are now.
         is_finite: Whether the gradients here are, as they are now.
         findings: By how much chunks differed here, and in what, by position.
@@ -81,7 +84,7 @@ class Check:
 
     step: int
     subjects: list[Subject]
-    reduction: GradientReduction | None
+    reduction: GradientReduction
     digests: list[int] = dataclasses.field(default_factory=list)
     is_finite: bool = True
     findings: dict[int, tuple[float, list[str]]] = dataclasses.field(default_factory=dict)
@@ -215,7 +218,7 @@ class Verifier:
         if not has_gradients and not has_state:
             return None
         subjects = [*(self._gradients(reduction) if has_gradients else ()), *(self._state() if has_state else ())]
-        check = Check(step, subjects, reduction if has_gradients else None)
+        check = Check(step, subjects, reduction)
         self._digest(check)
         return check
 
@@ -237,7 +240,7 @@ class Verifier:
             self._tell_alike(check.step)
         if is_finite:
             self._not_finite = None
-        elif check.reduction is not None:
+        else:
             self._name_not_finite(check)
         return redone
 
@@ -313,7 +316,6 @@ class Verifier:
                 break
             else:
                 outcome = REDONE
-                assert check.reduction is not None
                 redone = check.reduction.again()
                 self._group.ring.run(self._group.sequence, redone)
             self._digest(check)
@@ -401,7 +403,7 @@ class Verifier:
             has_majority=told.has_majority,
             policy=policy,
             outcome=outcome,
-            contributors=[] if redone is None else list(redone.final_members),
+            contributors=list((redone or check.reduction).final_members),
         )
         where = f"{', '.join(told.chunks[:3])} ({', '.join(told.parameters[:3]) or 'parameter unknown'})"
         if outcome == EVICTED and ring.member in told.members:
@@ -432,7 +434,6 @@ class Verifier:
 
     def _name_not_finite(self, check: Check) -> None:
         """Say whose own gradients are to blame: after a reduction all have what one had."""
-        assert check.reduction is not None
         names: list[str] = []
         subjects = [subject for subject in check.subjects if subject.kind is GRADIENTS]
         for subject, part in zip(subjects, check.reduction.parts, strict=True):

@@ -56,6 +56,8 @@ known = st.one_of(
     _event("job_finished", status=st.integers(0, 143)),
     _event("straggler_detected", about=True),
     _event("straggler_recovered", about=True),
+    _event("gradient_mismatch", members=views),
+    _event("gradients_compared", step=st.integers(0, 9)),
     _event("node_silent", node=st.integers(0, 2), late_s=seconds),
     _event("failed", about=True, exception=st.text()),
     _event(

@@ -211,6 +211,14 @@ def _on_straggler_recovered(history: History, line: Line) -> None:
     _member(history, line.subject, line.time_s).is_straggler = False
 
 
+def _on_gradient_mismatch(history: History, line: Line) -> None:
+    history.differing = line.names("members")
+
+
+def _on_gradients_compared(history: History, _: Line) -> None:
+    history.differing = ()
+
+
 def _on_node_silent(history: History, line: Line) -> None:
     node = line.count("node")
     if node is None:
@@ -292,6 +300,8 @@ HANDLERS: dict[str, Callable[[History, Line], None]] = {
     "quorum_missing": _on_quorum_missing,
     "member_left": _on_member_left,
     "member_exited": _on_member_exited,
+    "gradient_mismatch": _on_gradient_mismatch,
+    "gradients_compared": _on_gradients_compared,
     "straggler_detected": _on_straggler_detected,
     "straggler_recovered": _on_straggler_recovered,
     "node_silent": _on_node_silent,
@@ -312,9 +322,7 @@ ONLY_TOLD = frozenset(
         "evaluation_incomplete",
         "evaluation_redealt",
         "failed",
-        "gradient_mismatch",
         "gradient_not_finite",
-        "gradients_compared",
         "join_declined",
         "member_stacks",
         "rollback_requested",

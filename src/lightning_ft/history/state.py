@@ -180,6 +180,7 @@ class History:
         num_checkpoints_failed: Saves that failed or were given up.
         num_checkpoints_skipped: Saves that were left out.
         silent_nodes: Nodes whose agent is silent, and since when.
+        differing: Who held something else than the other members, until all have been alike for a while.
         sentences: The latest events.
         num_events: Lines that were understood.
         num_unknown: Lines of events that this version does not know.
@@ -204,6 +205,7 @@ class History:
         self.num_checkpoints_failed = 0
         self.num_checkpoints_skipped = 0
         self.silent_nodes: dict[int, float] = {}
+        self.differing: tuple[str, ...] = ()
         self.sentences: collections.deque[Sentence] = collections.deque(maxlen=MAX_SENTENCES)
         self.num_events = 0
         self.num_unknown = 0

@@ -259,6 +259,8 @@ def _verdict(history: History, members: Sequence[Mapping[str, Any]], told: Mappi
     worries = [f"{row['member']} holds the others up." for row in members if row["is_straggler"]]
     worries += [f"Nothing is heard of {row['member']} for {row['age_s']:.0f} s." for row in members if row["is_late"]]
     worries += [f"Nothing is heard of the agent of node {node}." for node in sorted(history.silent_nodes)]
+    if history.differing:
+        worries.append(f"What {_listed(list(history.differing), 3)} held was not what the others held.")
     if worries:
         return _said("warn", "Training, with trouble", " ".join(worries[:3]), None)
     return _said("good", "Training", "All members are there." if num_in > 1 else "Its member is there.", None)

@@ -46,6 +46,10 @@ def test_verdict_follows_the_job() -> None:
     assert verdict(log) == ("warn", "Training, with trouble", "0/1 holds the others up.")
     log.write("node_silent", node=1, late_s=12.0)
     assert verdict(log)[2] == "0/1 holds the others up. Nothing is heard of the agent of node 1."
+    log.write("gradient_mismatch", "0/0", step=3, members=["0/1"], gradient_divergence=0.5)
+    assert verdict(log)[2].endswith("What 0/1 held was not what the others held.")
+    log.write("gradients_compared", "0/0", step=9, gradient_divergence=0.0)
+    assert "held" not in verdict(log)[2]
     log.write("job_stopped", reason="all members left")
     assert verdict(log) == ("over", "Stopped", "All members left.")
     log.write("job_finished", status=0)
