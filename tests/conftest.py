@@ -34,6 +34,8 @@ LIGHT = (
     "test_coordinator.py",
     "test_data.py",
     "test_delta_checkpoint.py",
+    "test_examples.py",
+    "test_fabric.py",
     "test_growth.py",
     "test_kill_points.py",
     "test_launch_ways.py",

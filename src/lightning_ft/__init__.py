@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_ft.ddp import FaultTolerantDDP, StepCommit, ft_ddp
     from lightning_ft.delta_checkpoint import DeltaCheckpoint
     from lightning_ft.elastic import ElasticState
+    from lightning_ft.fabric import FaultTolerantFabricStrategy
     from lightning_ft.lightning_checkpoints import DeltaCheckpointIO
     from lightning_ft.metrics import CheckpointDuration, Goodput, GradientDivergence, RecoveryLatency
     from lightning_ft.strategy import FaultTolerantDDPStrategy
@@ -58,6 +59,7 @@ __all__ = [
     "FaultToleranceMonitor",
     "FaultTolerantDDP",
     "FaultTolerantDDPStrategy",
+    "FaultTolerantFabricStrategy",
     "FaultTolerantProcessGroup",
     "Goodput",
     "GradientDivergence",
@@ -86,6 +88,7 @@ _HOME_OF = {
     "FaultToleranceMonitor": "callbacks",
     "FaultTolerantDDP": "ddp",
     "FaultTolerantDDPStrategy": "strategy",
+    "FaultTolerantFabricStrategy": "fabric",
     "FaultTolerantProcessGroup": "comm.process_group",
     "Goodput": "metrics",
     "GradientDivergence": "metrics",

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
@@ -94,9 +95,10 @@ class FaultToleranceMonitor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        """Return it without tensors: those of a checkpoint are the same on all ranks, which these are not."""
         with self._lock:
             return {
-                name: {"state": metric.metric_state, "updates": metric.update_count}
+                name: {"state": _numbers(metric.metric_state), "updates": metric.update_count}
                 for name, metric in self._metrics().items()
             }
 
@@ -106,9 +108,20 @@ class FaultToleranceMonitor(Callback):
             for name, metric in self._metrics().items():
                 saved = state_dict[name]
                 for state, value in saved["state"].items():
-                    setattr(metric, state, list(value) if isinstance(value, list) else value.clone())
+                    present = getattr(metric, state)
+                    if isinstance(present, list):
+                        setattr(metric, state, [torch.tensor(each, dtype=torch.float64) for each in value])
+                    else:
+                        setattr(metric, state, torch.tensor(value, dtype=present.dtype, device=present.device))
                 metric._update_count, metric._computed = saved["updates"], None
 
     def _metrics(self) -> dict[str, Any]:
         names = ("recovery_latency", "checkpoint_duration", "gradient_divergence", "goodput")
         return {name: getattr(self, name) for name in names}
+
+
+def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: [each.tolist() for each in value] if isinstance(value, list) else value.tolist()
+        for name, value in state.items()
+    }

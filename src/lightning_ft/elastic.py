@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from lightning_ft.comm.replay import Trained
 from lightning_ft.comm.transfer import State
 from lightning_ft.coordinator.fingerprint import Fact, Fingerprint
 from lightning_ft.ddp import FaultTolerantDDP
-from lightning_ft.errors import LaunchError, StopRequested
+from lightning_ft.errors import FINAL, FaultToleranceError, LaunchError, StopRequested
 from lightning_ft.facts import (
     facts_of_module,
     facts_of_optimizer,
@@ -25,6 +26,8 @@ from lightning_ft.facts import (
     name_of_class,
 )
 from lightning_ft.stopping import Stopping, heed_signals
+
+_MOST_RESTORED = 3
 
 
 class ElasticState:
@@ -45,11 +48,13 @@ class ElasticState:
             state.step += 1
     """
 
-    __slots__ = ("__dict__", "_is_described", "_stopping")
+    __slots__ = ("__dict__", "_is_described", "_kept", "_num_restored", "_stopping")
 
     def __init__(self, **parts: Any) -> None:
         self._is_described = False
         self._stopping: Stopping | None = None
+        self._kept: State | None = None
+        self._num_restored = 0
         self.__dict__.update(parts)
 
     def boundary(self) -> None:
@@ -68,6 +73,9 @@ class ElasticState:
         if not isinstance(world, FaultTolerantProcessGroup):
             raise LaunchError("boundary() failed: torch.distributed.init_process_group('ft') must come first")
         ring = world.ring
+        for part in self.__dict__.values():
+            if hasattr(part, "check_boundary"):
+                part.check_boundary()
         if not self._is_described:
             self._is_described = True
             ring.describe(Fingerprint([*self._facts(), *facts_of_verification(ring.settings)]))
@@ -83,10 +91,34 @@ class ElasticState:
 
     def _watch_optimizers(self) -> None:
         """Have what the optimizers keep compared together with the parameters, if these are (`verify_*`)."""
-        optimizers = [part for part in self.__dict__.values() if isinstance(part, torch.optim.Optimizer)]
-        for part in self.__dict__.values():
-            if isinstance(part, FaultTolerantDDP):
-                part.watch_optimizers(*optimizers)
+        parts = list(self.__dict__.values())
+        optimizers = [_unwrapped(part) for part in parts if isinstance(part, torch.optim.Optimizer)]
+        modules = [module for part in parts if isinstance(part, torch.nn.Module) for module in part.modules()]
+        for module in modules:
+            if isinstance(module, FaultTolerantDDP):
+                module.watch_optimizers(*optimizers)
+
+    def keep(self) -> None:
+        """Keep a copy of the state in memory, to go back to; who joins later is handed it.
+
+        All ranks must call it at the same place of the loop, between two steps.
+        """
+        self._kept, self._num_restored = copy.deepcopy(self._now()), 0
+
+    def restore(self, error: FaultToleranceError) -> None:
+        """Go back to what was kept last, with the ranks that there are now.
+
+        All ranks must: the error is one that all of them raise at the same place. A collective's MembershipChangedError
+        is, and whatever follows from what is the same on all, as gradients are after backward.
+
+        Args:
+            error: Why. It is raised again if there is nothing to go back to, if this process can't go on at all, or if
+                going back to the same state has not helped three times.
+        """
+        if self._kept is None or isinstance(error, FINAL) or self._num_restored == _MOST_RESTORED:
+            raise error
+        self._num_restored += 1
+        self._set(copy.deepcopy(self._kept))
 
     def _facts(self) -> Iterator[Fact]:
         for name, part in self.__dict__.items():
@@ -100,10 +132,14 @@ class ElasticState:
         yield from facts_of_script()
 
     def _give(self) -> State:
+        now = self._now()
+        return State(now.replicated, (now.own, self._kept, self._num_restored))
+
+    def _now(self) -> State:
         own = {}
         for name, part in self.__dict__.items():
             if isinstance(part, torch.nn.Module):
-                own[name] = parameters_and_rest(part, part.state_dict())[1]
+                own[name] = _split(part)[1]
             elif not isinstance(part, torch.optim.Optimizer):
                 own[name] = part.state_dict() if hasattr(part, "load_state_dict") else part
         return State(self._replicated(), (own, random_state()))
@@ -112,7 +148,7 @@ class ElasticState:
         replicated = {}
         for name, part in self.__dict__.items():
             if isinstance(part, torch.nn.Module):
-                replicated[name] = parameters_and_rest(part, part.state_dict())[0]
+                replicated[name] = _split(part)[0]
             elif isinstance(part, torch.optim.Optimizer):
                 replicated[name] = part.state_dict()
         return replicated
@@ -120,10 +156,14 @@ class ElasticState:
     def _trained(self) -> Trained:
         parts = list(self.__dict__.values())
         parameters = [own for part in parts if isinstance(part, torch.nn.Module) for own in part.parameters()]
-        optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+        optimizers = [_unwrapped(part) for part in parts if isinstance(part, torch.optim.Optimizer)]
         return Trained(parameters, optimizers, self._replicated)
 
     def _take(self, state: State) -> None:
+        own, self._kept, self._num_restored = state.own
+        self._set(State(state.replicated, own))
+
+    def _set(self, state: State) -> None:
         own, randomness = state.own
         for name, value in (own | state.replicated).items():
             part: Any = getattr(self, name, None)
@@ -135,6 +175,24 @@ class ElasticState:
             else:
                 setattr(self, name, value)
         set_random_state(randomness)
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return what steps: Fabric's optimizers only look like one."""
+    is_wrapped = type(optimizer).__module__ == "lightning.fabric.wrappers"
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer) if is_wrapped else optimizer
+    return inner
+
+
+def _split(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As `parameters_and_rest`, also for a wrapper that hands out the state of what it wraps: Fabric's."""
+    state = module.state_dict(keep_vars=True)
+    parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for name, value in state.items():
+        parts[not isinstance(value, torch.nn.Parameter)][name] = (
+            value.detach() if isinstance(value, torch.Tensor) else value
+        )
+    return parts
 
 
 def parameters_and_rest(module: torch.nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -156,6 +156,17 @@ class StopRequested(SystemExit):
         super().__init__(128 + signal.SIGTERM)
 
 
+FINAL = (
+    QuorumLostError,
+    EvictedError,
+    RepeatedFailureError,
+    ProtocolViolationError,
+    LaunchError,
+    CheckpointError,
+)
+"""After these a process can't go on at all, whatever state it goes back to."""
+
+
 def signature_of(error: BaseException) -> str:
     """Return class and origin of an exception, by which it is known again; "" for those of this module."""
     if isinstance(error, FaultToleranceError):

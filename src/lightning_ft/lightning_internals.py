@@ -1,9 +1,9 @@
 """Everything that reaches into Lightning beyond its public interface, in one place.
 
 Read in lightning 2.6.6 (tests/unit/test_lightning_internals.py fails clearly if it changes):
-`trainer.connectors.data_connector._InfiniteBarrier`, `_TrainingEpochLoop._broadcast_sigterm_tensor`,
-`on_advance_end` and `_skip_next_val`, `_FitLoop.reset`, `on_advance_end`, `epoch_progress`, `on_save_checkpoint`,
-`on_load_checkpoint`, `setup_data` and `_load_combined_loader_states`,
+`trainer.connectors.data_connector._InfiniteBarrier` and that of `fabric.fabric`, `_TrainingEpochLoop.
+_broadcast_sigterm_tensor`, `on_advance_end` and `_skip_next_val`, `_FitLoop.reset`, `on_advance_end`, `epoch_progress`,
+`on_save_checkpoint`, `on_load_checkpoint`, `setup_data` and `_load_combined_loader_states`,
 `_SignalConnector._sigterm_notifier_fn`, `_slurm_sigusr_handler_fn`, `_register_signal` and `received_sigterm`,
 `_TrainingEpochLoop.advance`, `_CheckpointConnector.dump_checkpoint`, `Precision._after_closure` (who calls it, and that
 nothing changes gradients after it), `rank_zero_only.rank`, and in
@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from lightning.fabric import fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
@@ -46,8 +47,9 @@ class _ResilientBarrier(data_connector._InfiniteBarrier):
 
 
 def install_barrier() -> None:
-    """Have Lightning wait for `prepare_data` on WORLD, if that is an `ft` group."""
+    """Have Lightning wait for `prepare_data`, and Fabric for its first rank, on WORLD, if that is an `ft` group."""
     data_connector._InfiniteBarrier = _ResilientBarrier  # type: ignore[misc]
+    fabric._InfiniteBarrier = _ResilientBarrier  # type: ignore[misc]
 
 
 def child_command(slot: int) -> tuple[Sequence[str], str | None]:

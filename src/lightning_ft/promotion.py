@@ -28,14 +28,14 @@ import importlib.util
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
-from lightning.fabric.loggers.logger import _DummyExperiment
+from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
+from lightning.fabric.loggers.logger import Logger, _DummyExperiment
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.core.saving import load_hparams_from_yaml
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_only
 
@@ -50,16 +50,24 @@ _warnings = WarningCache()
 _Call = tuple[dict[str, Any], int | None]
 
 
-def prepare(trainer: Trainer, broadcast: Callable[[Any], Any]) -> None:
+class HasLoggers(Protocol):
+    """A Trainer, or a Fabric."""
+
+    @property
+    def loggers(self) -> Any:
+        """Of Lightning's or Fabric's; those of the Trainer are Fabric's, with more to them."""
+
+
+def prepare(owner: HasLoggers, broadcast: Callable[[Any], Any]) -> None:
     """Make all ranks agree on the log directories, and shadow the loggers. Collective; may be called again.
 
     Args:
-        trainer: Any of a fit's ranks, once Lightning's `rank_zero_only.rank` is right.
+        owner: On any of a job's ranks, once Lightning's `rank_zero_only.rank` is right.
         broadcast: Returns rank 0's argument on every rank.
     """
-    versions = [logger.version if hasattr(logger, "_version") else None for logger in trainer.loggers]
+    versions = [logger.version if hasattr(logger, "_version") else None for logger in owner.loggers]
     # Not strict: a script may give rank 0 more loggers than the others.
-    for logger, version in zip(trainer.loggers, broadcast(versions), strict=False):
+    for logger, version in zip(owner.loggers, broadcast(versions), strict=False):
         if version is not None:
             vars(logger)["_version"] = version
         shadow = _shadow_of(logger)
@@ -69,9 +77,9 @@ def prepare(trainer: Trainer, broadcast: Callable[[Any], Any]) -> None:
             shadow.stand_by()
 
 
-def forget(trainer: Trainer) -> None:
+def forget(owner: HasLoggers) -> None:
     """Forget what a process has logged before it joined: others have written that."""
-    for logger in trainer.loggers:
+    for logger in owner.loggers:
         shadow = _shadow_of(logger)
         if shadow is not None:
             shadow.forget()
@@ -87,14 +95,23 @@ def promote(trainer: Trainer, *, has_progress: bool = True) -> None:
     Raises:
         OSError: a log can't be read or written. What was remembered is kept: the call may be made again.
     """
-    for logger in trainer.loggers:
+    promote_logs(trainer)
+    if has_progress:
+        _promote_progress_bar(trainer)
+
+
+def promote_logs(owner: HasLoggers) -> None:
+    """As `promote`, but for the progress bar.
+
+    Raises:
+        OSError: as there.
+    """
+    for logger in owner.loggers:
         shadow = _shadow_of(logger)
         if shadow is not None:
             shadow.promote()
         else:
             _warnings.warn(f"Rank 0 is a new process: what {type(logger).__name__} does there is its own affair.")
-    if has_progress:
-        _promote_progress_bar(trainer)
 
 
 class _Shadow(abc.ABC):

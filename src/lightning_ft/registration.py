@@ -12,11 +12,14 @@ from typing import Any
 
 import wrapt
 
+_DESCRIPTION = "Data-parallel training that outlives any of its ranks."
+
 
 def register_when_imported() -> None:
     """Register with what is there already now, with the other later; idempotent."""
     wrapt.register_post_import_hook(_register_backend, "torch")
     wrapt.register_post_import_hook(_register_strategy, "lightning.pytorch")
+    wrapt.register_post_import_hook(_register_fabric_strategy, "lightning.fabric")
 
 
 def _register_backend(torch: ModuleType) -> None:
@@ -36,10 +39,23 @@ def _register_strategy(_lightning: ModuleType) -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
     if "ft_ddp" not in StrategyRegistry:
-        StrategyRegistry.register("ft_ddp", _make_strategy, "Data-parallel training that outlives any of its ranks.")
+        StrategyRegistry.register("ft_ddp", _make_strategy, _DESCRIPTION)
 
 
 def _make_strategy(**settings: Any) -> Any:
     from lightning_ft.strategy import FaultTolerantDDPStrategy
 
     return FaultTolerantDDPStrategy(**settings)
+
+
+def _register_fabric_strategy(_fabric: ModuleType) -> None:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+
+    if "ft_ddp" not in STRATEGY_REGISTRY:
+        STRATEGY_REGISTRY.register("ft_ddp", _make_fabric_strategy, _DESCRIPTION)
+
+
+def _make_fabric_strategy(**settings: Any) -> Any:
+    from lightning_ft.fabric import FaultTolerantFabricStrategy
+
+    return FaultTolerantFabricStrategy(**settings)

@@ -30,18 +30,7 @@ from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.delta_checkpoint import DeltaCheckpoint
 from lightning_ft.delta_memory import Snapshot
 from lightning_ft.elastic import parameters_and_rest, set_random_state
-from lightning_ft.errors import (
-    CheckpointError,
-    EvictedError,
-    FaultToleranceError,
-    LaunchError,
-    MembershipChangedError,
-    ProtocolViolationError,
-    QuorumLostError,
-)
-
-_FINAL = (QuorumLostError, EvictedError, ProtocolViolationError, LaunchError, CheckpointError)
-"""After these a rank can't go on at all."""
+from lightning_ft.errors import FINAL, CheckpointError, FaultToleranceError, MembershipChangedError
 
 _PIECE_BYTES = 64 << 20
 
@@ -109,7 +98,7 @@ class Rollback:
             try:
                 return step(*args, **kwargs)
             except FaultToleranceError as error:
-                if isinstance(error, _FINAL):
+                if isinstance(error, FINAL):
                     raise
                 return self._ask(error)
 

@@ -80,7 +80,9 @@ class Stopping:
     def on_commit(self, commit: StepCommit) -> None:
         """Learn what all ranks were asked."""
         num_staying = len(commit.contributors) - commit.leave_requests
-        self._all_stop |= commit.stop_requests > 0 or num_staying < self._min_world_size
+        # Nobody leaves: a step that fewer have finished, who wait for others to come back, is no reason to stop.
+        would_be_too_few = commit.leave_requests > 0 and num_staying < self._min_world_size
+        self._all_stop |= commit.stop_requests > 0 or would_be_too_few
         if self._num_leave_requests == 1:
             self._leaves_after_s = time.monotonic() + self._moment_s
 

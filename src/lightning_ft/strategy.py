@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import inspect
-import io
 import pathlib
-import pickle
 import signal
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,19 +26,19 @@ from typing_extensions import override
 from lightning_ft import lightning_deal, lightning_internals, lightning_metrics, promotion
 from lightning_ft.boundary import Boundary
 from lightning_ft.child import watch_agent
-from lightning_ft.comm.backend import confirm_membership, progress, starts_late
-from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+from lightning_ft.comm.backend import confirm_membership, progress
 from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.faultpoints import reach
-from lightning_ft.launch.launcher import AgentLauncher, member_environment
+from lightning_ft.launch.launcher import AgentLauncher
 from lightning_ft.lightning_checkpoints import DeltaCheckpointIO
 from lightning_ft.lightning_evaluation import CompleteEvaluations, EvaluationReports
+from lightning_ft.lightning_ranks import RanksOfTheRing
 from lightning_ft.lightning_refresh import DataRefresher
 from lightning_ft.stopping import Stopping
 
 
-class FaultTolerantDDPStrategy(DDPStrategy):
+class FaultTolerantDDPStrategy(RanksOfTheRing, DDPStrategy):
     """Data-parallel training that goes on, in the same step, when ranks die.
 
     With `LIGHTNING_FT_ENABLE=0` it is DDPStrategy, nothing else. A setting left at None is taken from
@@ -192,40 +188,9 @@ class FaultTolerantDDPStrategy(DDPStrategy):
 
     # -- who is in it -----------------------------------------------------------------------------------------------
 
-    @property
-    def group(self) -> FaultTolerantProcessGroup | None:
-        """WORLD, once it is there."""
-        world = dist.group.WORLD if dist.is_initialized() else None
-        return world if isinstance(world, FaultTolerantProcessGroup) else None
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        if self.group is None and starts_late():  # whoever it is, it is none that writes for all
-            return max(1, self.num_nodes * self.num_processes - 1)
-        return super().global_rank if self.group is None else self.group.rank()
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return super().world_size if self.group is None else self.group.size()
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
     @override
     def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment = member_environment(self.cluster_environment)
-        if self.group is None and not starts_late():
-            super().set_world_ranks()
-            return
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.global_rank)
-            self.cluster_environment.set_world_size(self.world_size)
-        lightning_internals.set_rank_zero_rank(self.global_rank)
+        self._number_ranks(super().set_world_ranks)
 
     def _on_renumbered(self) -> None:
         was_zero = lightning_internals.rank_zero_rank() == 0
@@ -252,19 +217,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         watch_agent()
         reset_seed()
         self._process_group_backend = "ft"
-        if not dist.is_initialized():
-            lightning_internals.install_barrier()
-            environment = self.cluster_environment
-            assert environment is not None
-            dist.init_process_group(
-                "ft",
-                store=dist.HashStore(),  # never asked: the members meet at their own stores
-                rank=0 if starts_late() else environment.node_rank() * self.num_processes + self.local_rank,
-                world_size=self.num_nodes * self.num_processes,
-            )
-        if self.group is not None and self._on_renumbered not in self.group.ring.on_renumbered:
-            self.group.ring.on_renumbered.append(self._on_renumbered)
-            self.group.ring.on_lost.append(_fall_silent)
+        self._join_ring(self._on_renumbered)
         self.set_world_ranks()
 
     @override
@@ -464,29 +417,7 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         with _doing("predict_step"):
             return super().predict_step(*args, **kwargs)
 
-    # -- collectives that don't depend on who is in it ---------------------------------------------------------------
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Return rank `src`'s object on all ranks; if that rank dies meanwhile, that of whoever has its number then."""
-        if self.group is None:
-            return super().broadcast(obj, src)
-        result: TBroadcast = _unpickle(self.group.broadcast_bytes(lambda: _pickle(obj), src))
-        return result
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack the ranks' tensors, shape [number of ranks that took part, *tensor.shape]."""
-        is_world = group is None or group is self.group
-        if self.group is None or not is_world or (sync_grads and torch.is_grad_enabled()):
-            return super().all_gather(tensor, group, sync_grads)
-        return torch.stack(self._gather(tensor))
-
-    def _gather(self, tensor: Tensor) -> list[Tensor]:
-        assert self.group is not None
-        shape = struct.pack(f"<{1 + tensor.dim()}q", tensor.dim(), *tensor.shape)
-        raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return [_read_tensor(entry, tensor) for entry in self.group.gather_bytes(shape + raw)]
+    # -- checkpoints ------------------------------------------------------------------------------------------------
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -500,24 +431,8 @@ class FaultTolerantDDPStrategy(DDPStrategy):
         self, checkpoint: Mapping[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
         """Have rank 0 write; if it dies before all know that it has, the next rank 0 writes again."""
-        progress("saving a checkpoint")
-        is_written = self.group is None
-        if is_written:
-            super().save_checkpoint(dict(checkpoint), filepath, storage_options)
-        while self.group is not None and not is_written:
-            writer = self.group.members[0]
-            reach("checkpoint.save")
-            if self.is_global_zero:
-                confirm_membership()
-            super().save_checkpoint(dict(checkpoint), filepath, storage_options)
-            reach("checkpoint.saved")
-            self.barrier("save_checkpoint")
-            is_written = self.group.members[0] == writer
-
-
-def _fall_silent() -> None:
-    """The others may go on without this process: what it would still log on its way out is theirs to log."""
-    lightning_internals.set_rank_zero_rank(-1)
+        save = functools.partial(super().save_checkpoint, dict(checkpoint), filepath, storage_options)
+        self._save_by_first(save)
 
 
 @contextlib.contextmanager
@@ -527,22 +442,3 @@ def _doing(what: str) -> Iterator[None]:
     yield
     progress(f"after {what}: callbacks, loggers, data loading")
     confirm_membership(waits_for_coordinator=False)
-
-
-def _pickle(obj: object) -> bytes:
-    """Serialise between ranks of one job, as torch's own object broadcast does."""
-    buffer = io.BytesIO()
-    torch.save(obj, buffer, pickle_protocol=pickle.HIGHEST_PROTOCOL)
-    return buffer.getvalue()
-
-
-def _unpickle(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)  # the ranks of one job trust each other
-
-
-def _read_tensor(entry: bytes, like: Tensor) -> Tensor:
-    (num_dimensions,) = struct.unpack_from("<q", entry)
-    shape = struct.unpack_from(f"<{num_dimensions}q", entry, 8)
-    raw = bytearray(entry[8 * (1 + num_dimensions) :])
-    flat = torch.frombuffer(raw, dtype=like.dtype) if raw else torch.empty(0, dtype=like.dtype)
-    return flat.reshape(shape).to(like.device)

@@ -82,22 +82,6 @@ def test_hydra(tmp_path: pathlib.Path) -> None:
     assert [(tmp_path / f"rank{rank}").read_text().split()[0] for rank in range(2)] == ["7", "7"]
 
 
-def test_the_plain_example(tmp_path: pathlib.Path) -> None:
-    """A hand-written loop, started by `lightning-ft run`."""
-    command = [sys.executable, "-m", "lightning_ft.cli", "run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(jobs.ROOT / "examples" / "plain_pytorch.py")],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split("test accuracy: ")[1].partition("%")[0]) >= 90, done.stdout
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_all_ranks_at_the_same_batch(tmp_path: pathlib.Path, number: signal.Signals) -> None:
     """All ranks' SIGTERM, or Ctrl-C, is learned by all with the same commit: all end in peace, with equal weights."""

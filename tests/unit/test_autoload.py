@@ -47,6 +47,13 @@ def test_trainer_knows_the_strategy(imports: str, installed: dict[str, str]) -> 
     assert done.stdout.strip() == "FaultTolerantDDPStrategy", done.stderr
 
 
+def test_fabric_knows_the_strategy(installed: dict[str, str]) -> None:
+    """Fabric has a registry of its own."""
+    make = "strategy = Fabric(accelerator='cpu', devices=1, strategy='ft_ddp').strategy"
+    done = run(f"from lightning.fabric import Fabric\n{make}\nprint(type(strategy).__name__)", installed)
+    assert done.stdout.strip() == "FaultTolerantFabricStrategy", done.stderr
+
+
 def test_importing_torch_imports_no_more_than_the_hook(installed: dict[str, str]) -> None:
     """Who does not use Lightning pays nothing, and gets no backend that he did not ask for."""
     done = run("import torch, sys\nprint({'lightning_ft', 'lightning_ft_autoload'} & set(sys.modules))", installed)

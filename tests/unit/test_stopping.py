@@ -34,7 +34,15 @@ def test_a_signal_between_two_runs_counts_in_the_next() -> None:
 
 @pytest.mark.parametrize(
     ("stops", "leaves", "least", "is_stopping"),
-    [(0, 0, 3, False), (1, 0, 1, True), (0, 1, 1, False), (0, 2, 1, False), (0, 2, 2, True), (0, 3, 1, True)],
+    [
+        (0, 0, 3, False),
+        (0, 0, 4, False),
+        (1, 0, 1, True),
+        (0, 1, 1, False),
+        (0, 2, 1, False),
+        (0, 2, 2, True),
+        (0, 3, 1, True),
+    ],
 )
 def test_all_stop_if_one_asks_them_to_or_too_few_would_stay(
     stops: int, leaves: int, least: int, is_stopping: bool
