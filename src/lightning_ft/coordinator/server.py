@@ -449,7 +449,8 @@ class CoordinatorServer:
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(self._pause_s)
-            self._decisions.apply(events.Tick())
+            if self._replicas.is_in_office:  # before, members can't be heard: a time in which it does not run (C8)
+                self._decisions.apply(events.Tick())
             self._decisions.renew_replicas()
             self._give_up_without_a_majority()
             if self._replicas.waited_s() > 2 * self._settings.heartbeat_timeout and not self.ended.is_set():

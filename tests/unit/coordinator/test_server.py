@@ -132,13 +132,17 @@ def test_who_is_started_again_lets_members_in_once_it_can_decide(files: list[int
         keep(first, agent)
         assert first._replicas.is_in_office, "nothing was decided before"
         listener = listen("127.0.0.1", 0)
+        settings = Settings(heartbeat_interval=0.05)
         server = CoordinatorServer(
-            Settings(), MEMBERS, "secret", EventLog(None), memory=Memory(files), replica=HOME, term=2
+            settings, MEMBERS, "secret", EventLog(None), memory=Memory(files), replica=HOME, term=2
         )
         await server.start(listener)
         async with aiohttp.ClientSession() as session:
             port = listener.getsockname()[1]
             assert await knock(session, port) == 503
+            ticked_s = server._decisions.state.last_tick_s
+            await asyncio.sleep(3 * server._pause_s)  # no condition: nothing may happen in that time
+            assert server._decisions.state.last_tick_s == ticked_s, "whom it can't hear it does not judge"
             server._attach_agent(Peer(), wire.AgentHello(0, (), HOME, 2))  # type: ignore[arg-type]
             server._on_agent_message(wire.Promised(2), 0, HOME, Peer())  # type: ignore[arg-type]
             assert await knock(session, port) == 101
