@@ -51,20 +51,24 @@ class Script:
 
 SCRIPTS = {
     "counts": Script((), 20, "What can be counted"),
-    "completion": Script(("--runs", "50"), 150, "Completion rate at 100 ranks, simulated"),
-    "step_time": Script(("--slices", "16"), 210, "Step time and memory against Lightning's `ddp`"),
-    "recovery": Script(("--kills", "15"), 120, "From SIGKILL to the survivors' next committed step"),
-    "rejoin": Script(("--kills", "4"), 110, "From SIGKILL to the full job again"),
-    "detection": Script(("--repeats", "2", "--idle-s", "30"), 120, "Detection"),
-    "coordinator_scale": Script((), 80, "The coordinator with many members"),
+    "completion": Script(("--runs", "50"), 130, "Completion rate at 100 ranks, simulated"),
+    "side_by_side": Script(("--rounds", "1", "--steps", "700"), 300, "Side by side"),
+    "growth_of_cost": Script(
+        ("--steps", "16", "--millions", "1", "20", "200", "--failures", "1", "4", "8"), 300, "How cost grows"
+    ),
+    "step_time": Script(("--slices", "10"), 140, "Step time and memory against Lightning's `ddp`"),
+    "recovery": Script(("--kills", "12"), 100, "From SIGKILL to the survivors' next committed step"),
+    "rejoin": Script(("--kills", "3"), 80, "From SIGKILL to the full job again"),
+    "detection": Script(("--repeats", "2", "--idle-s", "20"), 100, "Detection"),
+    "coordinator_scale": Script((), 60, "The coordinator with many members"),
     "core_scale": Script((), 20, "The pure core with many members"),
-    "metrics": Script((), 60, "Metrics"),
-    "sampler": Script(("--repeats", "3"), 80, "The sampler"),
-    "catch_up": Script(("--millions", "50"), 120, "Catching up"),
-    "checkpoint_codec": Script(("--repeats", "3"), 110, "The lossless codec of checkpoints"),
-    "checkpoint_memory": Script((), 80, "Host memory that saving takes"),
-    "checkpoint_sizes": Script((), 150, "The size of checkpoints"),
-    "checkpoint_stall": Script(("--num-millions", "50", "--num-saves", "3"), 150, "Training that waits for its saves"),
+    "metrics": Script((), 40, "Metrics"),
+    "sampler": Script(("--repeats", "2"), 60, "The sampler"),
+    "catch_up": Script(("--millions", "50"), 80, "Catching up"),
+    "checkpoint_codec": Script(("--repeats", "3"), 90, "The lossless codec of checkpoints"),
+    "checkpoint_memory": Script((), 60, "Host memory that saving takes"),
+    "checkpoint_sizes": Script((), 110, "The size of checkpoints"),
+    "checkpoint_stall": Script(("--num-millions", "50", "--num-saves", "3"), 110, "Training that waits for its saves"),
 }
 """In order. `snap_validation.py`, an hour, is run by itself."""
 
