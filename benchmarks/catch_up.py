@@ -6,10 +6,11 @@
 *Rate*: the hand over of a state of so many million parameters with AdamW (12 bytes each) from two members to a third,
 beside a plain Gloo broadcast of the same bytes, in turns, between three processes. *Steps*: all ranks but the last
 train on while that one is started again and catches up; the ratio of the median step in that time to the median before
-it. *Blocked*: for how long they waited at its admission, and with what; then how much longer than the ones after it the
-first step with it was, since who enters it late blocks the others, too. With `--pin` each process has processors of its
-own, as far as there are enough: what is left is what the protocol costs, not what processes take from each other. Two
-ranks on two processors are pinned so; each needs 26 bytes for a parameter.
+it, and the same for processors' time, which other processes change little. *Blocked*: for how long they waited at its
+admission, and with what; then how much longer than the ones after it the first step with it was, since who enters it
+late blocks the others, too. With `--pin` each process has processors of its own, as far as there are enough: what is
+left is what the protocol costs, not what processes take from each other. Two ranks on two processors are pinned so;
+each needs 36 bytes for a parameter while it catches up.
 """
 
 from __future__ import annotations
@@ -114,17 +115,21 @@ def measure_job(directory: pathlib.Path, arguments: argparse.Namespace) -> None:
     (caught_up,) = [event for event in events if event["event"] == "caught_up"]
     begun = [event["time"] for event in events if event["event"] == "catch_up_begun"]
     alone = [
-        (later["time"], later["time"] - earlier["time"])
+        (later["time"], later["time"] - earlier["time"], later["cpu_s"] - earlier["cpu_s"])
         for earlier, later in itertools.pairwise(lines)
         if earlier["size"] == later["size"] == ranks - 1
     ]
     since_s = begun_s(begun, admitted)
-    quiet = [duration_s for end_s, duration_s in alone if end_s < since_s]
-    busy = [duration_s for end_s, duration_s in alone if end_s >= since_s]
-    print(f"  steps of {ranks - 1} ranks before: {len(quiet)}, median {statistics.median(quiet):.3f} s")
+    quiet = [durations_s for end_s, *durations_s in alone if end_s < since_s]
+    busy = [durations_s for end_s, *durations_s in alone if end_s >= since_s]
+    before_s, before_cpu_s = map(statistics.median, zip(*quiet, strict=True))
+    print(f"  steps before: {len(quiet)}, median {before_s:.3f} s, processors' time {before_cpu_s:.3f} s")
     if busy:
-        ratio = statistics.median(busy) / statistics.median(quiet)
-        print(f"  steps during the catch-up: {len(busy)}, median ratio {ratio:.3f} (limit {1 + arguments.slowdown:g})")
+        during_s, during_cpu_s = map(statistics.median, zip(*busy, strict=True))
+        print(
+            f"  steps during the catch-up: {len(busy)}, median ratio {during_s / before_s:.3f} (limit "
+            f"{1 + arguments.slowdown:g}), of processors' time {during_cpu_s / before_cpu_s:.3f}"
+        )
     print(f"  blocked at admission: {admitted['latency_s']:.3f} s (limit {MOST_BLOCKED_S:g} s)")
     for event, names in (
         (admitted, ("park_s", "rebuild_s", "settle_s")),

@@ -1,7 +1,8 @@
 """A plain loop that trains many parameters with AdamW: `wide_loop.py OUT MILLIONS ACCUMULATE`.
 
 With WIDE_LOOP_PINS in the environment each process of a node has processors of its own, as far as there are enough.
-Each member appends JSON lines to OUT/<node>-<slot>.jsonl: when each step ended, seconds, and how many had taken it.
+Each member appends JSON lines to OUT/<node>-<slot>.jsonl: when each step ended, how much of processors' time the
+process had had by then (both seconds), and how many had taken the step.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def main() -> None:
         optimizer.step()
         state.step += 1
         line = {"event": "step", "time": time.time(), "step": state.step, "size": dist.get_world_size()}
+        line["cpu_s"] = time.process_time()
         log.write(json.dumps(line | {"pid": os.getpid()}) + "\n")
         log.flush()
 
