@@ -171,10 +171,14 @@ def _flags(options: dict[str, object]) -> list[str]:
 
 
 def test_kill_in_the_first_step(tmp_path: pathlib.Path) -> None:
-    """Whoever is rank 0 may die before the first step is done, again and again."""
-    faults = "; ".join(f"{victim}={point}" for victim, point in zip(FIVE, FIRST_STEP, strict=False))
-    with jobs.running(tmp_path, 5, ["plain_loop.py", "20"], {"LIGHTNING_FT_FAIL_AT": faults}) as job:
-        check_job(job, 20, {"0/4"}, FIVE, model="mlp")
+    """Whoever is rank 0 may die before the first step is done, again and again.
+
+    They are so many that they measure ring and tree in their first view, and go by what that said in the next.
+    """
+    nine = tuple(f"0/{slot}" for slot in range(9))
+    faults = "; ".join(f"{victim}={point}" for victim, point in zip(nine, FIRST_STEP, strict=False))
+    with jobs.running(tmp_path, len(nine), ["plain_loop.py", "20"], {"LIGHTNING_FT_FAIL_AT": faults}) as job:
+        check_job(job, 20, set(nine[4:]), nine, model="mlp")
         assert {event["step"] for event in job.events() if event["event"] == "recovered"} == {0}, job.output()
 
 

@@ -8,9 +8,10 @@ import torch
 
 from lightning_ft.comm.place import Place, gather_now
 from lightning_ft.comm.topology import LARGEST_BYTES, RING_ONLY, TINY_BYTES, Choice, Times, zeros
+from lightning_ft.membership.arrangement import num_levels, tree
 
-_ROUNDS = {TINY_BYTES: 3, LARGEST_BYTES: 2}
-"""How often each size is reduced each way; the fastest counts: the first of a view begins its thread."""
+_ROUNDS = {TINY_BYTES: 5, LARGEST_BYTES: 3}
+"""How often each size is reduced each way; the fastest counts: the first along the tree begins its thread."""
 
 
 def measure(place: Place) -> Times:
@@ -25,8 +26,7 @@ def measure(place: Place) -> Times:
         for choice in (RING_ONLY, Choice(is_all=True))
     ]
     rows = gather_now(place, torch.tensor(own, dtype=torch.int64)).view(torch.int64)
-    ring_tiny, tree_tiny, ring_largest, tree_largest = rows.max(dim=0).values.tolist()
-    return Times(place.members, (ring_tiny, tree_tiny), (ring_largest, tree_largest))
+    return Times(place.size, num_levels(tree(place.members)), *rows.max(dim=0).values.tolist())
 
 
 def _took_ns(place: Place, num_bytes: int, choice: Choice) -> int:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_ft.comm.operations import Kind, Operation
 from lightning_ft.comm.place import Place, acknowledge, as_bytes, gather_now
+from lightning_ft.comm.topology import NUM_TIMES, Times
 from lightning_ft.config import TOPOLOGIES
 from lightning_ft.errors import MembershipChangedError, ProtocolViolationError
 from lightning_ft.faultpoints import reach
@@ -56,6 +57,7 @@ class CollectiveSequence:
         pending: The operation in number `completed + 1`, if this member is in it.
         works: Its inner works; None if it is not running on the current place.
         place: Where it runs now; None while there is none.
+        times: What all-reduces take, as the members have agreed; None: nobody of them knows.
     """
 
     def __init__(self, name: str, visible: tuple[str, ...] = ()) -> None:
@@ -66,6 +68,7 @@ class CollectiveSequence:
         self.pending: Operation | None = None
         self.works: Sequence[dist.Work] | None = None
         self.place: Place | None = None
+        self.times: Times | None = None
         self._kept: Operation | None = None
         self._shown = 0
         self._first_generation = 0
@@ -247,6 +250,7 @@ class CollectiveSequence:
                 zlib.crc32(",".join(place.members).encode()),
                 self._num_failures if self._failed_among == place.members else 0,
                 TOPOLOGIES.index(place.topology),
+                *([0] * NUM_TIMES if self.times is None else dataclasses.astuple(self.times)),
             ],
             dtype=torch.int64,
         )
@@ -262,6 +266,8 @@ class CollectiveSequence:
                 "its members. Start all with the same.",
                 generation=place.generation,
             )
+        told_times = next((row[-NUM_TIMES:] for row in rows if any(row[-NUM_TIMES:])), None)
+        self.times = None if told_times is None else Times(*told_times)
         return rows
 
     def _hand_over(self, plan: SettlePlan, generation: int, members: tuple[str, ...], place: Place) -> None:

@@ -49,14 +49,23 @@ class Times:
     """What all-reduces took among some members, for the slowest of them, in nanoseconds.
 
     Attributes:
-        members: In rank order.
-        tiny: Of `TINY_BYTES` around the ring, and along the tree.
-        largest: Of `LARGEST_BYTES`, likewise.
+        num_members: How many they were.
+        num_levels: How many levels their tree had.
+        ring_tiny: Of `TINY_BYTES` around the ring.
+        tree_tiny: Of `TINY_BYTES` along the tree.
+        ring_largest: Of `LARGEST_BYTES` around the ring.
+        tree_largest: Of `LARGEST_BYTES` along the tree.
     """
 
-    members: tuple[str, ...]
-    tiny: tuple[int, int]
-    largest: tuple[int, int]
+    num_members: int
+    num_levels: int
+    ring_tiny: int
+    tree_tiny: int
+    ring_largest: int
+    tree_largest: int
+
+
+NUM_TIMES = len(dataclasses.fields(Times))
 
 
 def choose(topology: str, members: Sequence[str], times: Times | None) -> Choice:
@@ -65,16 +74,17 @@ def choose(topology: str, members: Sequence[str], times: Times | None) -> Choice
     Args:
         topology: The setting.
         members: Of the group, in rank order.
-        times: As agreed in the view, for `auto`; None: they were not measured.
+        times: As agreed, for `auto`; None: they were not measured.
     """
     if topology == TREE:
         return Choice(is_all=True)
     if topology != AUTO or times is None or len(members) < FEWEST:
         return RING_ONLY
-    # Both take so long for each hop: the times of a part of the members follow from their number.
-    ring = (len(members) - 1) / (len(times.members) - 1)
-    levels = num_levels(tree(members)) / num_levels(tree(times.members))
-    gain_tiny, gain_largest = (of[0] * ring - of[1] * levels for of in (times.tiny, times.largest))
+    # Both take so long for each hop: what other members take follows from their number.
+    hops = (len(members) - 1) / (times.num_members - 1)
+    levels = num_levels(tree(members)) / times.num_levels
+    gain_tiny = times.ring_tiny * hops - times.tree_tiny * levels
+    gain_largest = times.ring_largest * hops - times.tree_largest * levels
     if gain_tiny <= 0:
         return RING_ONLY
     if gain_largest >= 0:
@@ -83,7 +93,7 @@ def choose(topology: str, members: Sequence[str], times: Times | None) -> Choice
 
 
 def needs_times(topology: str, members: Sequence[str]) -> bool:
-    """Whether times have to be measured among all members of a view."""
+    """Whether times have to be known, in a view of these members."""
     return topology == AUTO and len(members) >= FEWEST
 
 

@@ -18,7 +18,7 @@ from lightning_ft.comm.operations import Kind, Operation
 from lightning_ft.comm.place import Place
 from lightning_ft.comm.recovery import Recovery, redone
 from lightning_ft.comm.sequence import CollectiveSequence, Settled
-from lightning_ft.comm.topology import Times, choose, needs_times
+from lightning_ft.comm.topology import choose, needs_times
 from lightning_ft.coordinator.client import MembershipClient, NextView
 from lightning_ft.errors import FaultToleranceError
 from lightning_ft.faultpoints import reach
@@ -74,7 +74,6 @@ class Views:
         self._transport = transport
         self._member = member
         self._topology = topology
-        self._times: Times | None = None
         self._live: LiveView | None = None
         self._members_of: dict[int, tuple[str, ...]] = {}
         self._suspended_generation = 0
@@ -279,8 +278,8 @@ class Views:
         pending = sequence.pending
         try:
             settled = sequence.settle(place, members_of, self.admit if sequence is self._world else None)
-            if sequence is self._world:
-                self._times = measure(place) if needs_times(self._topology, place.members) else None
+            if sequence is self._world and sequence.times is None and needs_times(self._topology, place.members):
+                sequence.times = measure(place)
         except BaseException:
             if not self.view.is_severed:
                 self._broken = tuple(place.members[rank] for rank in place.inner.broken_peers())
@@ -290,10 +289,10 @@ class Views:
         finally:  # what was adopted stays, even if settling has to be repeated
             if pending is not None and pending.is_final:
                 self.finalized(sequence, pending)
-        place.choice = choose(self._topology, place.members, self._times)
+        place.choice = choose(self._topology, place.members, self._world.times)
         sequence.place = place
         if sequence is self._world:
-            _log.debug("[%s g%d] %s, from %s", self._member, place.generation, place.choice, self._times)
+            _log.debug("[%s g%d] %s, from %s", self._member, place.generation, place.choice, sequence.times)
             self._settled, self._settled_step = settled, self.step
             self._defers_until = settled.target + 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Iterator
@@ -215,8 +216,8 @@ def test_all_members_agree_on_the_times(members: list[GlooTransport], places: li
     """What was measured on each is the same on all, so what is chosen from it is too."""
     found = inner_groups.together(*(functools.partial(measure, place) for place in places))
     assert found == [found[0]] * len(NAMES)
-    assert found[0].members == NAMES
-    assert min(*found[0].tiny, *found[0].largest) > 0
+    assert (found[0].num_members, found[0].num_levels) == (len(NAMES), 2)
+    assert min(dataclasses.astuple(found[0])) > 0
     assert all(place.choice == RING_ONLY for place in places)
     for place in places:
         place.choice = Choice(is_all=True)
@@ -238,7 +239,7 @@ def test_auto_sends_along_the_tree_what_is_faster_so(
     tiny: tuple[int, int], largest: tuple[int, int], exact_bytes: int
 ) -> None:
     """Up to the size at which both take as long; and never what would come out otherwise."""
-    times = Times(EIGHT, tiny, largest)
+    times = Times(8, 3, *tiny, *largest)
     choice = choose(AUTO, EIGHT, times)
     assert choice == Choice(exact_bytes)
     assert choose(RING, EIGHT, times) == RING_ONLY
@@ -249,13 +250,13 @@ def test_auto_sends_along_the_tree_what_is_faster_so(
 
 
 def test_auto_keeps_to_the_ring_among_few() -> None:
-    """There nothing is measured; a sub-group's times follow from those of all members."""
+    """There nothing is measured; what fewer members take follows from what was measured among all."""
     assert not needs_times(AUTO, EIGHT[1:])
     assert needs_times(AUTO, EIGHT)
     assert not needs_times(RING, EIGHT)
     assert choose(AUTO, EIGHT, None) == RING_ONLY
     sixteen = tuple(f"0/{slot}" for slot in range(16))
-    times = Times(sixteen, (300, 200), (300, 300))
+    times = Times(16, 4, 300, 200, 300, 300)
     assert choose(AUTO, sixteen, times) == Choice(LARGEST_BYTES)
     assert choose(AUTO, sixteen[:8], times) == RING_ONLY  # 7 of 15 hops, but 3 of 4 levels
     assert choose(AUTO, sixteen[:3], times) == RING_ONLY
