@@ -20,6 +20,9 @@ sys.path.insert(0, str(ROOT))
 from tests.integration import jobs, networks  # noqa: E402
 
 NUM_HOSTS, NUM_SLOTS = 4, 2
+PATIENCE_S = 25.0
+"""How long an agent may take to end that will: longer than four heartbeat timeouts."""
+
 MARK = "LIGHTNING_FT_SOAK"
 SETTINGS = {
     "LIGHTNING_FT_RESPAWN": "1",
@@ -176,8 +179,10 @@ class Monkey:
                 continue
             if self.hosts is not None:
                 self.host(node).card_up()
-            if self.agents[node].process.poll() is None:
-                continue  # it has not noticed yet
+            if self.agents[node].process.poll() is None:  # it has not noticed yet, or goes on by itself
+                if time.monotonic() > since_s + PATIENCE_S:
+                    del self.away[node]
+                continue
             if any(f"{node}/" in environment(process).get("LIGHTNING_FT_MEMBER", "") for process in marked(self.out)):
                 continue
             self.num_starts += 1

@@ -21,8 +21,9 @@ import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(pathlib.Path(__file__).parent), str(ROOT)]
 
+import report  # noqa: E402
 from tests.integration import jobs  # noqa: E402
 
 MEMBERS = tuple(f"0/{slot}" for slot in range(4))
@@ -119,6 +120,7 @@ def _print_table(results: list[dict[str, float]]) -> None:
     print("|---|---|---|---|")
     for phase in ("total", "detect", "park", "rebuild", "settle"):
         values = sorted(result[phase] * 1e3 for result in results)
+        report.figure(f"recovery/{phase}, ms", values)
         p99 = statistics.quantiles(values, n=100, method="inclusive")[98]
         print(f"| {phase} | {statistics.median(values):.1f} | {p99:.1f} | {values[-1]:.1f} |")
     print(json.dumps({"totals_ms": [round(result["total"] * 1e3, 1) for result in results]}))

@@ -20,8 +20,9 @@ import time
 import psutil
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(pathlib.Path(__file__).parent), str(ROOT)]
 
+import report  # noqa: E402
 from tests.integration import jobs  # noqa: E402
 
 MEMBERS = ("0/0", "0/1", "0/2")
@@ -88,6 +89,7 @@ def main() -> None:
     print("|---|---|---|---|")
     for phase in ("total", "start-up", "rest", "blocked", "with a spare"):
         values = [result[phase] for result in results]
+        report.figure(f"rejoin/{phase}, s", values)
         print(f"| {phase} | {statistics.median(values):.3f} | {max(values):.3f} | {LIMITS_S.get(phase, '')} |")
 
 

@@ -24,6 +24,7 @@ import tempfile
 import time
 
 import psutil
+import report
 
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "step.py"
 SIZES = {"small": (3, 512, 4, 24), "large": (3, 1600, 10, 24)}  # devices, width, depth, batch
@@ -103,15 +104,17 @@ def measure(size: str, num_slices: int, directory: pathlib.Path) -> str:
             for used, lap, length in zip(used_s[strategy], laps, lengths, strict=True)
         ]
     return (
-        f"| {memory['ddp']['parameters'] / 1e6:.1f} M parameters, {SIZES[size][0]} ranks "
-        f"| {statistics.median(medians['ddp']) * 1e3:.1f} ms | {_ratio(medians)} | {_ratio(cpu)} "
+        f"| {memory['ddp']['parameters'] / 1e6:.1f} M parameters, {SIZES[size][0]} ranks, {num_slices} pairs "
+        f"| {statistics.median(medians['ddp']) * 1e3:.1f} ms "
+        f"| {_ratio(f'{size}/step ratio', medians)} | {_ratio(f'{size}/processor ratio', cpu)} "
         f"| {memory['ft_ddp']['settled_mb'] / memory['ddp']['settled_mb']:.3f} "
         f"| {memory['ft_ddp']['peak_mb'] / memory['ddp']['peak_mb']:.3f} |"
     )
 
 
-def _ratio(values: dict[str, list[float]]) -> str:
+def _ratio(name: str, values: dict[str, list[float]]) -> str:
     ratios = [ours / stock for stock, ours in zip(values["ddp"], values["ft_ddp"], strict=True)]
+    report.figure(f"step_time/{name}", ratios)
     low, middle, high = statistics.quantiles(ratios, n=4)
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
