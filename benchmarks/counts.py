@@ -73,7 +73,7 @@ class Core:
         """Have the members that are left park."""
         view = self.state.view
         running = [name for name in view.members if self.state.members[name].status.value == "running"]
-        self.feed(events.Parked(name, 1, view.generation, 7, reason, admits) for name in running)
+        self.feed(events.Parked(name, 1, view.generation, 7, reason, admits, is_quiet=admits) for name in running)
 
 
 def count_core() -> dict[str, float]:

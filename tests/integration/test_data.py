@@ -5,18 +5,18 @@ from __future__ import annotations
 import collections
 import pathlib
 import signal
+from collections.abc import Sequence
 
 from tests.integration import jobs
 
 RESPAWN = {"LIGHTNING_FT_RESPAWN": "1"}
 
 
-def consumed(job: jobs.Job, num_members: int) -> dict[int, collections.Counter[int]]:
+def consumed(job: jobs.Job, members: Sequence[str]) -> dict[int, collections.Counter[int]]:
     """Return how often each sample was in a committed step, for each epoch.
 
     What a member drew for a step counts if the step's contributors, on which all agree, have it among them.
     """
-    members = [f"0/{slot}" for slot in range(num_members)]
     contributors: dict[int, list[str]] = {}
     drawn: dict[tuple[str, int], tuple[int, list[int]]] = {}
     for member in members:
@@ -35,10 +35,15 @@ def consumed(job: jobs.Job, num_members: int) -> dict[int, collections.Counter[i
     return epochs
 
 
-def check(job: jobs.Job, num_members: int, length: int, num_epochs: int, max_padding: int) -> None:
+def slots(number: int) -> list[str]:
+    """Return the members of a node."""
+    return [f"0/{slot}" for slot in range(number)]
+
+
+def check(job: jobs.Job, members: Sequence[str], length: int, num_epochs: int, max_padding: int) -> None:
     """Check that each epoch has consumed each sample once, and some that fill up its end twice."""
     assert job.finish() == 0, job.output()
-    check_epochs(consumed(job, num_members), length, num_epochs, max_padding)
+    check_epochs(consumed(job, members), length, num_epochs, max_padding)
 
 
 def check_epochs(epochs: dict[int, collections.Counter[int]], length: int, num_epochs: int, max_padding: int) -> None:
@@ -68,11 +73,11 @@ def test_the_data_of_the_dead_and_of_who_leaves_are_dealt_to_the_others(tmp_path
         assert statuses == {"0/0": 0, "0/1": -signal.SIGKILL, "0/2": 143, "0/3": 143}, job.output()
         stops = [job.records(member)[-1] for member in ("0/2", "0/3")]
         assert {(line["event"], line["step"]) for line in stops} == {("stopped", stops[0]["step"])}, job.output()
-        epochs = consumed(job, 4)
+        epochs = consumed(job, slots(4))
     resume = ["--resume", str(tmp_path / "1/saved.pt")]
     with jobs.running(tmp_path / "2", 3, [*program, *resume]) as job:
         assert job.finish() == 0, job.output()
-        for epoch, counts in consumed(job, 3).items():
+        for epoch, counts in consumed(job, slots(3)).items():
             epochs[epoch] += counts
     check_epochs(epochs, 1003, 2, max_padding=3)
 
@@ -82,7 +87,7 @@ def test_whoever_comes_back_is_dealt_data_in_the_same_epoch(tmp_path: pathlib.Pa
     faults = {"LIGHTNING_FT_FAIL_AT": "0/1=commit.done@10"}
     program = ["sampled_loop.py", "1003", "2", "--hold", "30"]
     with jobs.running(tmp_path, 4, program, RESPAWN | faults) as job:
-        check(job, 4, 1003, 2, max_padding=3)
+        check(job, slots(4), 1003, 2, max_padding=3)
         assert job.records("0/1")[-1] == {"time": job.records("0/1")[-1]["time"], "event": "end", "world_size": 4}
         epochs = {line["epoch"] for line in job.records("0/1") if line["event"] == "draws"}
         assert epochs == {0, 1}, "it was back before the first epoch had ended"
@@ -93,7 +98,24 @@ def test_death_and_return_at_every_place_of_an_epoch(tmp_path: pathlib.Path) -> 
     # 4 ranks, 256 samples, batches of 4: 16 steps in an epoch as long as nobody dies
     faults = {"LIGHTNING_FT_FAIL_AT": "0/3=commit.enter@16; 0/1=commit.enter@17; 0/2=commit.enter@17"}
     with jobs.running(tmp_path, 4, ["sampled_loop.py", "256", "3"], faults) as job:
-        check(job, 4, 256, 3, max_padding=6)
+        check(job, slots(4), 256, 3, max_padding=6)
+
+
+def test_large_epochs_shrink_and_grow(tmp_path: pathlib.Path) -> None:
+    """60,000 items over 8 -> 6 ranks, two that die in the same step, then a whole epoch; 60,001 over 2 -> 3 ranks."""
+    faults = {"LIGHTNING_FT_FAIL_AT": "0/2=commit.enter@5; 0/7=commit.enter@5"}
+    with jobs.running(tmp_path / "8", 8, ["sampled_loop.py", "60000", "2", "--batch", "625"], faults) as job:
+        check(job, slots(8), 60_000, 2, max_padding=12)
+        lost = [event["member"] for event in job.events() if event["event"] == "failure_detected"]
+        assert sorted(lost) == ["0/2", "0/7"], job.output()
+    settings = {**RESPAWN, "LIGHTNING_FT_MAX_WORLD_SIZE": "3", **jobs.at_port()}
+    program = ["sampled_loop.py", "60001", "1", "--batch", "250", "--hold", "5", "--world-size", "3"]
+    with jobs.running(tmp_path / "2", 2, program, settings) as job:
+        job.wait_until(lambda: any(line["event"] == "committed" for line in job.records("0/0")))
+        with jobs.joining(tmp_path / "2", None, 1, program, settings) as third:
+            check(job, ["0/0", "0/1", "1/0"], 60_001, 1, max_padding=2)
+            assert third.finish() == 0, third.output()
+        assert any(line["event"] == "committed" for line in job.records("1/0")), job.output()
 
 
 def test_a_fit_goes_on_where_its_checkpoint_was_made(tmp_path: pathlib.Path) -> None:

@@ -190,10 +190,12 @@ class Member:
         if self.group is group and self.mode is Mode.PARKED:
             self._park(reason)
 
-    def _park(self, reason: str) -> None:
+    def _park(self, reason: str, *, is_quiet: bool = False) -> None:
         self.mode = Mode.PARKED
         admits = self.is_at_boundary  # also when establishing the view after it has failed
-        self.park = events.Parked(self.name, self.incarnation, self.given, self.completed, reason, admits)
+        self.park = events.Parked(
+            self.name, self.incarnation, self.given, self.completed, reason, admits, is_quiet=is_quiet
+        )
         self.send(self.park)
 
     def broken(self, group: Group) -> None:
@@ -224,6 +226,7 @@ class Member:
         self.views[view.generation] = members
         self.given = view.generation
         self.sim.given(self, view.generation, members)
+        self.sever()  # after a quiet park
         self.group = self.sim.group(view.generation, members)
         self.severed, self.notice, self.join_announced = False, None, False
         self.mode, self.park, self.leave = Mode.ESTABLISHING, None, None
@@ -327,8 +330,11 @@ class Member:
             return
         if self.is_boundary_due:  # M3a: all pass it before the next number
             self.is_boundary_due, self.is_at_boundary = False, True
-            self.sever()
-            self._park("join")
+            is_unpassed = self.kept is not None and self.kept.generation == self.given
+            is_quiet = is_unpassed and not self.severed
+            if not is_quiet:
+                self.sever()
+            self._park("join", is_quiet=is_quiet)
             return
         number = self.completed + 1
         self.pending = number

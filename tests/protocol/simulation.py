@@ -145,7 +145,7 @@ class Simulation:
         if not isinstance(event, events.Heartbeat | events.Tick):
             self.log(f"{event}")
         if self.state.generation != before.generation:
-            self._check_view(before)
+            self._check_view(before, event)
         self._check_tally()
         if snapshot.is_decision(before, self.state):
             self.saved = snapshot.dump(self.state)
@@ -390,8 +390,11 @@ class Simulation:
         """Keep a line for the report of a failing seed."""
         self.trace.append(f"{self.now:8.3f} {line}")
 
-    def _check_view(self, before: State) -> None:
+    def _check_view(self, before: State, event: events.Event) -> None:
         """I2, C7a: a view is a part of the one before, and joiners that may join."""
+        ready = {joiner.member: joiner.fingerprint for joiner in before.joiners.scan()}
+        if isinstance(event, events.Ready):  # it may be just what the others have waited for
+            ready[event.member] = event.fingerprint
         view = self.state.view
         self.views[view.generation] = view.members
         stays = (Status.PARKED, Status.LEAVING, Status.RUNNING)
@@ -400,10 +403,10 @@ class Simulation:
         assert [member for member in view.members if member in old] == old
         nodes = [node for node, _ in itertools.groupby(view.members, key=lambda member: parse_logical_id(member)[0])]
         assert len(nodes) == len(set(nodes)), view
-        assert all(member in before.joiners for member in joined), joined
+        assert all(member in ready for member in joined), joined
         num_places = self.settings.max_world_size or self.state.num_expected
         assert not joined or len(view.members) <= num_places, view
-        others = [member for member in joined if before.joiners[member].fingerprint != "model"]
+        others = [member for member in joined if ready[member] != "model"]
         assert not others or not before.fingerprint, others
 
     def _check_tally(self) -> None:

@@ -185,14 +185,19 @@ class Views:
             FaultToleranceError: This member can't go on.
         """
         recovery = self.recovery = self.recovery or Recovery(time.monotonic())
+        is_quiet = admits and following is None and self._is_unpassed_boundary
         while True:
             recovery.rounds += 1
             reach("recover.sever")
-            self.break_view()
+            if not is_quiet:
+                self.break_view()
             reach("recover.park")
             started_s = time.monotonic()
-            view = self.take(following or self._park(reason, suspects, admits=admits))
-            following = None
+            given = following or self._park(reason, suspects, admits=admits, is_quiet=is_quiet)
+            if is_quiet:  # by now all have parked
+                self.break_view()
+            view = self.take(given)
+            following, is_quiet = None, False
             self._client.activity.start_anew()
             parked_s = time.monotonic()
             recovery.park_s += parked_s - started_s
@@ -208,10 +213,16 @@ class Views:
                 continue
             return
 
-    def _park(self, reason: str, suspects: tuple[str, ...], *, admits: bool) -> NextView:
+    @property
+    def _is_unpassed_boundary(self) -> bool:
+        """Whether nobody in the view can have entered a number after the last one, and it is whole (M3a)."""
+        view, last = self.view, self._world.last
+        return last is not None and last.final_generation == view.generation and not view.is_severed
+
+    def _park(self, reason: str, suspects: tuple[str, ...], *, admits: bool, is_quiet: bool) -> NextView:
         completed = self._world.completed if self._world.has_state else None
         with self.silent_if_lost():
-            return self._client.park(completed, reason, suspects=suspects, admits=admits)
+            return self._client.park(completed, reason, suspects=suspects, admits=admits, is_quiet=is_quiet)
 
     @contextlib.contextmanager
     def silent_if_lost(self) -> Iterator[None]:

@@ -173,7 +173,13 @@ class MembershipClient:
         ready.wait()
 
     def park(
-        self, completed: int | None, reason: str, *, admits: bool = False, suspects: tuple[str, ...] = ()
+        self,
+        completed: int | None,
+        reason: str,
+        *,
+        admits: bool = False,
+        suspects: tuple[str, ...] = (),
+        is_quiet: bool = False,
     ) -> NextView:
         """Stop in the current view, and wait for a newer one.
 
@@ -182,6 +188,7 @@ class MembershipClient:
             reason: `start`, `connection`, `unreachable`, `suspended`, `leave` or `join`.
             admits: Whether this is a boundary where joiners may be admitted.
             suspects: Members whose connection broke, or that could not be reached.
+            is_quiet: Whether the view is whole still, at a boundary that nobody has passed: see `events.Parked`.
 
         Returns: The view to establish; this member is in it.
 
@@ -194,7 +201,7 @@ class MembershipClient:
         """
         with self._changed:
             self._raise_if_over()
-            self._enrolment.park(completed, reason, admits=admits, suspects=suspects)
+            self._enrolment.park(completed, reason, admits=admits, suspects=suspects, is_quiet=is_quiet)
             self._post(self._send_request)
             while True:
                 following = self._enrolment.collect()

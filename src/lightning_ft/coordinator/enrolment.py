@@ -122,11 +122,19 @@ class Enrolment:
         return self._is_joiner and self.view.generation == 0
 
     def park(
-        self, completed: int | None, reason: str, *, admits: bool, suspects: tuple[str, ...] = ()
+        self,
+        completed: int | None,
+        reason: str,
+        *,
+        admits: bool,
+        suspects: tuple[str, ...] = (),
+        is_quiet: bool = False,
     ) -> events.Parked:
         """Begin to wait for the view after the current one. Raises: ValueError, changing nothing."""
         peer = self.peer
-        parked = events.Parked(peer.member, peer.incarnation, self.view.generation, completed, reason, admits, suspects)
+        parked = events.Parked(
+            peer.member, peer.incarnation, self.view.generation, completed, reason, admits, suspects, is_quiet
+        )
         checked(parked)
         self.request, self.following = parked, None
         return parked

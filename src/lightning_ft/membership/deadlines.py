@@ -8,7 +8,7 @@ from lightning_ft.membership.ids import in_order
 from lightning_ft.membership.quorum import lost_joiners
 from lightning_ft.membership.state import Member, Phase, Status
 from lightning_ft.membership.stragglers import judge_stragglers
-from lightning_ft.membership.transitions import Turn, conclude, gone, suspend
+from lightning_ft.membership.transitions import Turn, conclude, end_quiet, gone, suspend
 
 
 def judge(turn: Turn, _: events.Tick) -> None:
@@ -16,6 +16,8 @@ def judge(turn: Turn, _: events.Tick) -> None:
     _account_for_starvation(turn)
     if turn.state.phase is Phase.STOPPED:
         return
+    if turn.state.quiet_until_s is not None and turn.clock_s >= turn.state.quiet_until_s:
+        end_quiet(turn, "others have come to the boundary long ago")
     num_waiting = _num_waiting(turn, turn.settings.least_timeout)
     overdue, doubtful = _look_at_all(turn, is_waited_for=num_waiting > 0)
     for name in in_order(overdue):

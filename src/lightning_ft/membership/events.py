@@ -47,6 +47,8 @@ class Parked:
         reason: `start`, `connection`, `unreachable`, `suspended`, `leave` or `join`.
         admits: Whether it stands at a boundary where joiners may be admitted.
         suspects: Members whose connection to it broke, or could not be made; they may be as well as it is.
+        is_quiet: It stands at a boundary that no other member of the view has passed, and has not severed it: whoever
+            is not there yet needs to know nothing (C1).
     """
 
     member: str
@@ -56,6 +58,7 @@ class Parked:
     reason: str
     admits: bool = False
     suspects: tuple[str, ...] = ()
+    is_quiet: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from lightning_ft.membership.transitions import (
     Turn,
     announce_joiners,
     conclude,
+    end_quiet,
     gone,
     repeat_view,
     send_away,
@@ -101,7 +102,9 @@ def _on_parked(turn: Turn, event: events.Parked) -> None:
     if turn.state.phase is Phase.HEALTHY or event.reason == UNREACHABLE_REASON:
         _note_suspects(turn, event)  # else its connections broke because others had severed theirs
     if turn.state.phase is Phase.HEALTHY:
-        suspend(turn, event.member, f"{event.member} parked: {event.reason}")
+        suspend(turn, event.member, f"{event.member} parked: {event.reason}", is_quiet=event.is_quiet)
+    elif not event.is_quiet:
+        end_quiet(turn, f"{event.member} parked: {event.reason}")
     conclude(turn)
 
 
@@ -133,6 +136,7 @@ def _on_leaving(turn: Turn, event: events.Leaving) -> None:
         for other in turn.state.view.members:
             if turn.state.members[other].status is Status.RUNNING:
                 turn.emit(effects.NotifyLeaving(other, event.member, event.completed))
+    end_quiet(turn, f"{event.member} leaves")
     conclude(turn)
 
 
@@ -329,7 +333,7 @@ def _catch_up(turn: Turn, member: Member, generation: int) -> None:
         repeat_view(turn, member)
     if member.status is not Status.RUNNING or state.generation == 0:
         return
-    if state.phase is Phase.SUSPENDED:
+    if state.phase is Phase.SUSPENDED and state.quiet_until_s is None:
         turn.emit(effects.Suspend(member.member, state.generation, "the view was suspended before"))
         return
     if state.leave_notice is not None:

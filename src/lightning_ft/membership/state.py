@@ -215,6 +215,8 @@ class State:
         description: The same; "" too after a restart of the coordinator, until it is said again.
         hang_deadline_s: From when a member that has not parked, and shows no progress, may count as hung; None unless
             suspended.
+        quiet_until_s: Until when members that have not parked are not told that the view is suspended; None: they
+            were, or it is not.
         no_quorum_since_s: Since when nobody is waited for and there is still no next view; None unless suspended.
         needs_joiners: The current view may go on for the sake of joiners that wait alone (C4a).
         reason: The last reason why there is no next view, or why the job stopped; "" if there is none.
@@ -240,6 +242,7 @@ class State:
     last_tick_s: float
     skipped_s: float
     link_failures: tuple[LinkFailure, ...] = ()
+    quiet_until_s: float | None = None
     needs_joiners: bool = False
     is_final: bool = False
     failures: Table[Failure] = dataclasses.field(default_factory=Table)
@@ -255,6 +258,7 @@ class State:
         assert 0 <= tally.proven <= tally.gone - tally.opposing, tally
         assert 0 <= tally.holding <= tally.parked, tally
         assert (self.hang_deadline_s is not None) == (self.phase is Phase.SUSPENDED), self.phase
+        assert self.quiet_until_s is None or self.phase is Phase.SUSPENDED, self.phase
         assert self.no_quorum_since_s is None or self.phase is Phase.SUSPENDED, self.phase
         assert self.skipped_s >= 0, self.skipped_s
 

@@ -68,15 +68,25 @@ def _rejoin_timeout_s(turn: Turn) -> float:
     return turn.settings.rejoin_timeout if turn.settings.respawn and not is_hopeless else 0.0
 
 
-def suspend(turn: Turn, member: str, reason: str) -> None:
-    """C1: the first park, or the first member that is gone, suspends the view."""
-    generation = turn.state.generation
+def suspend(turn: Turn, member: str, reason: str, *, is_quiet: bool = False) -> None:
+    """C1: the first park, or the first member that is gone, suspends the view; nobody is told of a quiet park."""
     # Whoever is waited for has `timeout` from when the first began to wait, which may be now. It is in any case given
     # as long as a silent member, to hear of the suspension and to park.
     first_s = min([turn.clock_s, *_waits_since_s(turn)])
     deadline_s = max(turn.clock_s + turn.settings.heartbeat_timeout, first_s + turn.settings.least_timeout)
-    turn.change(phase=Phase.SUSPENDED, hang_deadline_s=deadline_s)
+    quiet_until_s = turn.clock_s + turn.settings.heartbeat_interval
+    turn.change(phase=Phase.SUSPENDED, hang_deadline_s=deadline_s, quiet_until_s=quiet_until_s)
     turn.record("view_suspended", member, reason=reason)
+    if not is_quiet:
+        end_quiet(turn, reason)
+
+
+def end_quiet(turn: Turn, reason: str) -> None:
+    """C1: tell whoever has not parked that the view is suspended, if that was not said yet."""
+    if turn.state.quiet_until_s is None:
+        return
+    turn.change(quiet_until_s=None)
+    generation = turn.state.generation
     for other in turn.state.view.members:
         if turn.state.members[other].status is Status.RUNNING:
             turn.emit(effects.Suspend(other, generation, reason))
@@ -113,8 +123,10 @@ def gone(turn: Turn, member: Member, cause: Cause, detail: str, *, is_proven: bo
         reason = f"given up: {detail}"
         turn.emit(effects.Evict(member.member, member.incarnation, reason))
         turn.emit(effects.Kill(member.member, member.incarnation, reason))
+    reason = f"{member.member} is gone: {detail}"
     if turn.state.phase is Phase.HEALTHY:
-        suspend(turn, member.member, f"{member.member} is gone: {detail}")
+        suspend(turn, member.member, reason)
+    end_quiet(turn, reason)
 
 
 def _late_s(turn: Turn, member: Member, cause: Cause) -> float | None:
@@ -219,6 +231,7 @@ def commit(turn: Turn, members: tuple[str, ...], reason: str, *, needs_joiners: 
         tally=Tally(running=len(members)),
         target=max(turn.state.target - num_left, len(members)),
         hang_deadline_s=None,
+        quiet_until_s=None,
         no_quorum_since_s=None,
         needs_joiners=needs_joiners,
         reason="",
@@ -299,6 +312,7 @@ def announce_joiners(turn: Turn) -> None:
 
 def stop(turn: Turn, reason: str, *, is_final: bool = False) -> None:
     """C2d, C4, C6: the job is over. The parked are told so, the leavers released, the joiners sent away."""
+    end_quiet(turn, reason)
     turn.change(phase=Phase.STOPPED, hang_deadline_s=None, no_quorum_since_s=None, reason=reason, is_final=is_final)
     for member in turn.state.view.members:
         record = turn.state.members[member]

@@ -434,6 +434,7 @@ _SCHEMAS: tuple[_Schema, ...] = (
             "reason": read.read_name,
             "admits": read.read_flag,
             "suspects": read.read_members,
+            "is_quiet": read.read_flag,
         },
     ),
     _schema("leave", events.Leaving, {"generation": read.read_natural, "completed": read.read_natural}),

@@ -1,6 +1,6 @@
 """A plain PyTorch loop over a data set that writes down which samples each step consumed.
 
-    sampled_loop.py OUT LENGTH EPOCHS [--batch N] [--workers N] [--hold STEP] [--resume FILE]
+    sampled_loop.py OUT LENGTH EPOCHS [--batch N] [--workers N] [--hold STEP] [--world-size N] [--resume FILE]
 
 Each member appends JSON lines to OUT/<node>-<slot>.jsonl. With --hold, the steps from that one on wait, each for a
 moment, while members are missing, so that these are back before the data end. If all are asked to stop, the place in
@@ -44,6 +44,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--hold", type=int, default=1 << 62)
+    parser.add_argument("--world-size", type=int, default=0, help="how many members the job has when it is whole")
     parser.add_argument("--resume", type=pathlib.Path)
     return parser.parse_args()
 
@@ -61,7 +62,7 @@ def main() -> None:
 
     write(event="start", pid=os.getpid())
     dist.init_process_group("ft")
-    num_expected = dist.get_world_size()
+    num_expected = arguments.world_size or dist.get_world_size()
     model = lightning_ft.ft_ddp(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     dataset = Numbers(arguments.length)

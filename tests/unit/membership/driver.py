@@ -63,9 +63,10 @@ class Job:
         incarnation: int = 1,
         admits: bool = False,
         suspects: tuple[str, ...] = (),
+        is_quiet: bool = False,
     ) -> tuple[Effect, ...]:
         generation = self.state.generation if generation is None else generation
-        return self.feed(events.Parked(member, incarnation, generation, completed, reason, admits, suspects))
+        return self.feed(events.Parked(member, incarnation, generation, completed, reason, admits, suspects, is_quiet))
 
     def leave(
         self, member: str, completed: int = 0, *, generation: int | None = None, incarnation: int = 1

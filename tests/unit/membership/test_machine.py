@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -667,6 +667,49 @@ def test_join_at_a_boundary() -> None:
     ]
     assert [record["member"] for record in job.records("member_joined")] == ["8/0", "9/0"]
     assert job.state.target == 4
+
+
+def joining(*members: str) -> Job:
+    """A job of three with a joiner, whose members A and `members` have parked quietly for it, and C has not yet."""
+    job = Job.running(A, B, C, max_restarts=2, respawn=True)
+    job.ready("9/0")
+    for member in (A, *members):
+        job.park(member, 5, reason="join", admits=True, is_quiet=True)
+        assert job.state.phase is Phase.SUSPENDED
+        assert not job.of(effects.Suspend)
+    return job
+
+
+def test_who_has_not_come_to_a_boundary_yet_is_not_disturbed() -> None:
+    """It hears nothing, not if it connects anew either, and comes by itself; then all have the same view."""
+    job = joining(B)
+    assert not [effect for effect in job.hello(C, 1) if isinstance(effect, effects.Suspend)]
+    job.park(C, 5, reason="join", admits=True, is_quiet=True)
+    assert job.state.view.members == (A, B, C, "9/0")
+    assert not job.of(effects.Suspend)
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        lambda job: job.park(B, 4, reason="connection"),
+        lambda job: job.park(B, 5, reason="join", admits=True),
+        lambda job: job.exited(B),
+        lambda job: job.leave(B, 5),
+        lambda job: job.tick(2 * INTERVAL_S, alive=(A, B, C)),
+        lambda job: [job.feed(events.Failed("9/0", incarnation, *RAISED)) for incarnation in (1, 2)],
+    ],
+    ids=["broken", "passed", "dead", "leaves", "long ago", "stopped"],
+)
+def test_a_boundary_that_not_all_come_to_in_peace(disturb: Callable[[Job], object]) -> None:
+    """Whoever has not parked is told once that the view is suspended, as without a boundary."""
+    job = joining()
+    seen: list[effects.Effect] = []
+    feed = job.feed
+    job.feed = lambda event: seen.extend(feed(event)) or job.effects  # type: ignore[method-assign, func-returns-value]
+    disturb(job)
+    assert [effect.member for effect in seen if isinstance(effect, effects.Suspend)].count(C) == 1
+    assert job.state.quiet_until_s is None
 
 
 def test_not_admitted_joiners_stay_pending() -> None:

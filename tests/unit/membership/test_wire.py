@@ -17,7 +17,7 @@ STORE = {"store_host": "node0", "store_port": 4711}
 
 MESSAGES: list[tuple[Any, tuple[type, ...]]] = [
     (events.Hello("0/1", 3, 2, ADDRESS, 99), wire.FROM_MEMBER),
-    (events.Parked("0/1", 3, 2, 7, "connection", admits=True, suspects=("0/0",)), wire.FROM_MEMBER),
+    (events.Parked("0/1", 3, 2, 7, "connection", admits=True, suspects=("0/0",), is_quiet=True), wire.FROM_MEMBER),
     (events.Leaving("0/1", 3, 2, 7), wire.FROM_MEMBER),
     (events.Heartbeat("0/1", 3, 12, 1.5, 2.5, "reduction 7", 60.0, 0.25, 12.5), wire.FROM_MEMBER),
     (events.Heartbeat("0/1", 3, 12, None, 0.0, ""), wire.FROM_MEMBER),
@@ -101,7 +101,15 @@ def test_encode_rejects_what_decode_would() -> None:
         wire.encode(effects.Stop("0/1", "x" * wire.MAX_MESSAGE_BYTES))
 
 
-PARK = {"type": "park", "generation": 1, "completed": 2, "reason": "start", "admits": False, "suspects": []}
+PARK = {
+    "type": "park",
+    "generation": 1,
+    "completed": 2,
+    "reason": "start",
+    "admits": False,
+    "suspects": [],
+    "is_quiet": False,
+}
 HEARTBEAT = {"type": "heartbeat", "step": 1, "waits_s": None, "idle_s": 0, "doing": ""}
 ARRIVED = {"type": "arrived", "num_slots": 1, "node": None}
 HELLO = {
