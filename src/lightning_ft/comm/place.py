@@ -60,7 +60,7 @@ class Place:
             options: With the reduction; None: a sum.
         """
         combine = None
-        if self.size > 1 and self.choice.is_tree(tensor):
+        if self.size > 2 and self.choice.is_tree(tensor):  # among two it is the same way, and Gloo's has fewer threads
             combine = combiner(dist.ReduceOp.SUM if options is None else options.reduceOp, tensor.dtype)
         if combine is not None:
             return self.inner.tree(self.rank, lambda: tree(self.members)).allreduce(tensor, combine)
