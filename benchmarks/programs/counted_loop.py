@@ -10,6 +10,7 @@ import collections
 import json
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,32 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, list | tuple) else []
 
 
+def make_net() -> torch.nn.Module:
+    """Return a few layers."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+
+
+def stepper(model: torch.nn.Module) -> Callable[[], None]:
+    """Return what trains a model for a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 64)).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def allocated_bytes(step: Callable[[], None]) -> int:
+    """Return what a step allocates for tensors."""
+    step()
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        step()
+    return sum(max(0, event.self_cpu_memory_usage) for event in profile.function_events)
+
+
 def main() -> None:
     """Train, and count."""
     out, kind = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -65,27 +92,17 @@ def main() -> None:
 
     InnerGroup.__init__ = counting  # type: ignore[method-assign]
     dist.init_process_group(kind)
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     wrap = lightning_ft.ft_ddp if kind == "ft" else DistributedDataParallel
-    model = wrap(net, bucket_cap_mb=0.04)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(4, 64)).square().mean().backward()
-        optimizer.step()
-
+    alone, model = make_net(), wrap(make_net(), bucket_cap_mb=0.04)
+    step = stepper(model)
     for _ in range(NUM_WARM):
         step()
     calls.clear()
     for _ in range(NUM_STEPS):
         step()
     counts = {name: number / NUM_STEPS for name, number in calls.items()}
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        step()
-    taken = [event for event in profile.function_events if event.self_cpu_memory_usage > 0]
-    counts["allocated_bytes"] = sum(event.self_cpu_memory_usage for event in taken)
+    # What layers allocate is the machine's own.
+    counts["allocated_bytes"] = allocated_bytes(step) - allocated_bytes(stepper(alone))
     if dist.get_rank() == 0:
         (out / f"{kind}.json").write_text(json.dumps(counts))
     dist.destroy_process_group()
