@@ -138,6 +138,7 @@ class DeltaCheckpoint(ModelCheckpoint):
         self._last: Manifest | None = None
         self._begun: Key | None = None
         self._uncertain: list[Key] = []
+        self._members: tuple[str, ...] | None = None
         self._last_step = self._seen_step = 0
         self._last_s = self._asked_s = time.monotonic()
         self._asks_at = self._asked_at = 0
@@ -259,7 +260,7 @@ class DeltaCheckpoint(ModelCheckpoint):
             if trainer.global_step > self._last_step or self._is_owed:
                 self._save(trainer, waits=True)
             self._settle(trainer, waits=True)
-        self._find_out()
+            self._find_out()
         self._mode.end()
 
     @override
@@ -268,9 +269,12 @@ class DeltaCheckpoint(ModelCheckpoint):
         self._find_out()
         self._mode.end()
 
-    def on_membership_change(self, *_: Any) -> None:
+    def on_membership_change(
+        self, trainer: Trainer, pl_module: LightningModule, old_view: tuple[str, ...], new_view: tuple[str, ...]
+    ) -> None:
         """Share the state among the ranks that there are now; called on all of them before the next batch."""
-        self._drop_saver()
+        if self._saver is None or self._members != new_view:  # else it began after the change, in the same step
+            self._drop_saver()
 
     def _is_time(self, trainer: Trainer, seconds: float) -> bool:
         """Whether rank 0's clock says so. All ranks ask it at the same batches: half as far away each time."""
@@ -296,7 +300,7 @@ class DeltaCheckpoint(ModelCheckpoint):
             return
         due_s = time.monotonic()
         self._last_step = trainer.global_step
-        may_begin = self._settle(trainer, waits=waits or self._mode.must_wait())
+        may_begin = self._settle(trainer, waits=waits or self._mode.must_wait(trainer))
         if may_begin is None:  # another run has taken over
             return
         if not may_begin:
@@ -308,6 +312,8 @@ class DeltaCheckpoint(ModelCheckpoint):
             self._drop_saver()  # the ranks have changed in this very step
         if self._saver is None:
             self._saver = Saver(self._writer(trainer.global_rank, trainer.world_size), self._saved)
+            group: Any = getattr(trainer.strategy, "group", None)
+            self._members = None if group is None else group.members
         state = {**dump_checkpoint(trainer), _RANKS: self._of_ranks(trainer)}
         is_base = self._mode.needs_base(trainer, state, self._saver.writer)
         plan, error = self._plan(trainer.global_step, is_base=is_base) if trainer.is_global_zero else (None, None)

@@ -57,8 +57,8 @@ class Mode:
     def load(self, state: int | None) -> None:
         """Take it over, before a fit begins or in its middle."""
 
-    def must_wait(self) -> bool:
-        """Whether a save must not be left out."""
+    def must_wait(self, trainer: Trainer) -> bool:
+        """Whether a save must not be left out; the same on all ranks, which all call it."""
         return False
 
     def needs_base(self, trainer: Trainer, state: Mapping[Any, Any], writer: Writer) -> bool:
@@ -184,8 +184,12 @@ class _GradlogMode(Mode):
         self._log = None
 
     @override
-    def must_wait(self) -> bool:
-        return self._log is not None and self._log.num_pending >= max(self._interval, self._log.max_held)
+    def must_wait(self, trainer: Trainer) -> bool:
+        # How much a rank can hold depends on its share, and one may have found that its log does not count.
+        is_full = self._log is not None and self._log.num_pending >= max(self._interval, self._log.max_held)
+        own = torch.tensor(float(is_full), device=trainer.strategy.root_device)
+        told: Tensor = trainer.strategy.reduce(own, reduce_op="max")
+        return bool(told)
 
     @override
     def needs_base(self, trainer: Trainer, state: Mapping[Any, Any], writer: Writer) -> bool:
