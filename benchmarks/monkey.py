@@ -187,9 +187,10 @@ class Monkey:
                 continue
             self.num_starts += 1
             name = f"again{self.num_starts}.txt"
-            agent = [sys.executable, "-c", jobs._AGENT, f"+{node}", "1", str(NUM_SLOTS)]
-            whole = self.host(node).command([*agent, *jobs._rank(self.out, self.program)])
-            self.agents[node] = self.stack.enter_context(jobs._running(self.out, whole, self.settings, name))
+            joining = jobs.joining(
+                self.out, node, NUM_SLOTS, self.program, self.settings, output_name=name, host=self.host(node)
+            )
+            self.agents[node] = self.stack.enter_context(joining)
             self.say(started=node, output=name)
             del self.away[node]
 

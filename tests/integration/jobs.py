@@ -120,10 +120,12 @@ def joining(
     environment: Mapping[str, str],
     *,
     output_name: str = "joining.txt",
+    host: Host | None = None,
 ) -> contextlib.AbstractContextManager[Job]:
     """Start another agent of a job that runs (see `at_port`); `node` None: one that the job has not had."""
     agent = [sys.executable, "-c", _AGENT, "+" if node is None else f"+{node}", "1", str(num_members)]
-    return _running(out, [*agent, *rank_command(out, program)], environment, output_name)
+    command = [*agent, *rank_command(out, program)]
+    return _running(out, command if host is None else host.command(command), environment, output_name)
 
 
 def at_port() -> dict[str, str]:
