@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ft
@@ -55,7 +56,9 @@ class Patience(Callback):
             self.saves._saver.wait()
 
 
-def fit(url: pathlib.Path, num_steps: int, model: Model | None = None, trainer: Any = None, **options: Any) -> Model:
+def fit(
+    url: pathlib.Path | str, num_steps: int, model: Model | None = None, trainer: Any = None, **options: Any
+) -> Model:
     """Fit, from the last checkpoint on."""
     L.seed_everything(3, verbose=False)
     model = Model() if model is None else model
@@ -78,7 +81,7 @@ def fit(url: pathlib.Path, num_steps: int, model: Model | None = None, trainer: 
     return model
 
 
-def manifests(url: pathlib.Path) -> list[Manifest]:
+def manifests(url: pathlib.Path | str) -> list[Manifest]:
     """Return all manifests, newest first."""
     store = open_store(str(url))
     return [read_manifest(store, key)[0] for key in published_keys(store)]
@@ -124,6 +127,28 @@ def test_saves_in_an_epochs_middle_and_at_its_end_are_differences(
     fit(tmp_path, 4 * every, model, mode=mode, every_n_train_steps=every)
     depths = [manifest.depth for manifest in manifests(tmp_path)]
     assert depths == ([3, 2, 1, 0] if mode in ("gradlog", "snap") else [1, 1, 1, 0])
+
+
+def test_a_fit_in_half_precision_goes_on_bitwise_for_100_steps(tmp_path: pathlib.Path) -> None:
+    """With all at once: a scaler that leaves steps out again and again, accumulation, clipping, a schedule."""
+
+    def half() -> dict[str, Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=4)
+        precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+        return {"plugins": [precision], "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+
+    url = f"memory://{tmp_path.name}"  # so often a disk would be waited for
+    whole = fit(f"{url}/whole", 115, trainer=half(), mode="gradlog")
+    first = fit(f"{url}/parts", 15, trainer=half(), mode="gradlog")
+    assert manifests(f"{url}/parts")[0].depth >= 1
+    second = fit(f"{url}/parts", 115, trainer=half(), mode="gradlog")
+    assert first.seen + second.seen == whole.seen
+    found = manifests(f"{url}/parts")
+    steps = [step for manifest in found for step in manifest.extra.get("steps", ())]
+    assert {step["skipped"] for step in steps} == {True, False}
+    state = load(f"{url}/parts")
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in state["state_dict"].items())
+    assert state["MixedPrecision"]["scale"] > 0
 
 
 def test_gradients_are_taken_down_before_they_are_clipped(tmp_path: pathlib.Path) -> None:
