@@ -116,12 +116,8 @@ def encoded(state: dict[str, Any], base: Chunks | None) -> tuple[list[tuple[Fram
     """Encode a state; also return the chunks, if it is a base."""
     flat = FlatState(state)
     work = copied(flat, 0, 1, {}) if base is None else compared(flat, 0, 1, base)
-    return _encoded(flat, work)
-
-
-def _encoded(flat: FlatState, work: Any) -> tuple[list[tuple[Frame, Buffer]], Chunks]:
     copies: Chunks = {}
-    writer = PackWriter(flat.streams, work, copies)
+    writer = PackWriter(work, copies if base is None else None)
     frames: list[Frame] = []
     stored: list[Buffer] = []
     while writer.has_more():
