@@ -749,5 +749,5 @@ def test_log_directory_of_the_run_is_the_default(stage: Stage, tmp_path: Path) -
     until(coordinator.server._event_log.flush, "the path is known")
     path = coordinator.server._event_log.path
     assert path == tmp_path / "first" / "ft_events.jsonl"
-    until(lambda: "recovered" in path.read_text(), "it is used")
+    until(lambda: path.exists() and "recovered" in path.read_text(), "it is used")
     coordinator.server._event_log.close()

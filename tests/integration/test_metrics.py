@@ -74,7 +74,7 @@ def ask(address: str, query: str) -> dict[str, float]:
 
 def expected(events: list[dict[str, Any]]) -> dict[str, float]:
     """What a scrape shows, according to the event log alone."""
-    recovered = [event for event in events if event["event"] == "recovered"]
+    recovered = list({event["generation"]: event for event in events if event["event"] == "recovered"}.values())
     lost = Counter(event["cause"] for event in events if event["event"] == "failure_detected")
     latency_s = sum(event["latency_s"] for event in recovered)
     members = [event["members"] for event in events if event["event"] == "view_committed"][-1]

@@ -134,6 +134,7 @@ class Twin:
         """When the view was suspended, from the failure on."""
         found: list[list[Any]] = []
         has_view, stop = False, None
+        last: dict[str, Any] = {}
         for event in self.events:
             name, now_s = event["event"], event["time"]
             is_open = bool(found) and found[-1][1] is None
@@ -149,6 +150,8 @@ class Twin:
                     blind_s = event["late_s"] or 0.0 if is_late else 0.0
                 found.append([now_s - blind_s, None, False])
             elif name in ("recovered", "members_admitted"):
+                if last == (last := {**event, "time": None}):
+                    continue  # said again
                 noticed_s = now_s - event["latency_s"]
                 if not is_open:
                     found.append([noticed_s, None, False])

@@ -79,7 +79,7 @@ STORY = [
     line(333.0, "checkpoint_restored", member="0/0", step=1, source="storage", steps_lost=0, duration_s=1.0, path="x"),
     line(340.0, "coordinator_restarted", 4),
     line(341.0, "gradients_compared", 4, gradient_divergence=0.0),
-    line(341.0, "gradient_mismatch", 4, gradient_divergence=2e-7),
+    line(341.0, "gradient_mismatch", 4, gradient_divergence=2e-7, members=["0/1"]),
     line(342.0, "something_new", 4, text="x"),
 ]  # fmt: skip
 
