@@ -23,7 +23,7 @@ NUM_HOSTS, NUM_SLOTS = 4, 2
 PATIENCE_S = 25.0
 """How long an agent may take to end that will: longer than four heartbeat timeouts."""
 
-MARK = "LIGHTNING_FT_SOAK"
+MARK = "SOAK_OF_LIGHTNING_FT"
 SETTINGS = {
     "LIGHTNING_FT_RESPAWN": "1",
     "LIGHTNING_FT_MAX_RESTARTS": "1000",
