@@ -106,7 +106,9 @@ class Twin:
     """The same questions, each answered from all events."""
 
     def __init__(self, events: Sequence[dict[str, Any]]) -> None:
-        self.events = events
+        recoveries = [event for event in events if event["event"] in ("recovered", "members_admitted")]
+        again = [event for last, event in itertools.pairwise(recoveries) if {**last, "time": event["time"]} == event]
+        self.events = [event for event in events if not any(event is other for other in again)]
 
     def named(self, *names: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] in names]
@@ -134,7 +136,6 @@ class Twin:
         """When the view was suspended, from the failure on."""
         found: list[list[Any]] = []
         has_view, stop = False, None
-        last: dict[str, Any] = {}
         for event in self.events:
             name, now_s = event["event"], event["time"]
             is_open = bool(found) and found[-1][1] is None
@@ -150,8 +151,6 @@ class Twin:
                     blind_s = event["late_s"] or 0.0 if is_late else 0.0
                 found.append([now_s - blind_s, None, False])
             elif name in ("recovered", "members_admitted"):
-                if last == (last := {**event, "time": None}):
-                    continue  # said again
                 noticed_s = now_s - event["latency_s"]
                 if not is_open:
                     found.append([noticed_s, None, False])
