@@ -458,7 +458,8 @@ class DeltaCheckpoint(ModelCheckpoint):
         if saver.last is not None:
             self.num_saved += saver.last is not self._last
             self._last = saver.last
-            self.last_model_path = f"{self.url.rstrip('/')}/{manifest_path(saver.last.key)}"
+            if not self.save_last:  # else it is that of `last.ckpt`, which Lightning replaces by it
+                self.last_model_path = f"{self.url.rstrip('/')}/{manifest_path(saver.last.key)}"
 
     # -- telling ------------------------------------------------------------------------------------------------------
 

@@ -342,6 +342,7 @@ def test_the_best_are_kept_as_ordinary_checkpoints(tmp_path: pathlib.Path) -> No
     best = pathlib.Path(saves.best_model_path)
     assert best.parent == tmp_path / "run" / "best"
     assert len(list(best.parent.iterdir())) == 3
+    assert saves.last_model_path == str(best.parent / "last.ckpt")
     assert torch.load(best.parent / "last.ckpt", weights_only=True)["global_step"] == 30
     assert torch.load(best, weights_only=True)["global_step"] in (10, 20, 30)
     assert saves.num_saved + saves.num_skipped >= 3

@@ -7,6 +7,7 @@ examples) have it.
 
 from __future__ import annotations
 
+import gc
 import runpy
 import sys
 import types
@@ -18,6 +19,7 @@ import torch
 def main() -> None:
     """Become the program."""
     _leave_the_compiler_out()
+    gc.freeze()  # what torch has made stays; nothing looks through it when the process ends
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
