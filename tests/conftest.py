@@ -22,8 +22,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI", "").lower() not in
 # Each of the many processes that tests start would compile the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-_TESTS = pathlib.Path(__file__).parent
-os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS.parent / "src"), str(_TESTS / "site")])
+os.environ["PYTHONPATH"] = str(pathlib.Path(__file__).parents[1] / "src")
 
 # Until all tests are collected: what they import stays, and looking through it was two thirds of the collection's time.
 gc.disable()

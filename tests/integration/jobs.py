@@ -201,7 +201,7 @@ def _running(
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": str(ROOT / "src"),
         "LIGHTNING_FT_EVENT_LOG": str(out / "events.jsonl"),
         "LIGHTNING_FT_RESPAWN": "0",  # most tests look at what becomes of those that are left
         **(environment or {}),

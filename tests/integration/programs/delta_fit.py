@@ -104,6 +104,8 @@ def main() -> None:
     url = arguments.url or str(arguments.out / "run")
     for index, num_steps in enumerate(arguments.steps):
         fit(arguments, num_steps, url, url if index else "last")
+    if arguments.strategy == "ddp":  # which leaves its threads to the end of the process
+        torch.distributed.destroy_process_group()
 
 
 def fit(arguments: argparse.Namespace, num_steps: int, url: str, path: str) -> None:

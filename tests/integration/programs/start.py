@@ -1,31 +1,38 @@
 """Run another program of this directory, with a cheaper start: `start.py PROGRAM [ARGUMENT]...`.
 
-DDP, the first optimizer and Lightning import torch's compiler, which nothing in these programs calls: a third of what a
-rank costs that trains little. Jobs that are started as a user starts them (`jobs.running_script`, the command line, the
-examples) have it.
+Two things are more than half of what a rank costs that trains little, and are left out here. Jobs that are started as
+a user starts them (`jobs.running_script`, the command line, the examples) have both.
+
+- Importing torch makes some hundred thousand objects that stay. Python's garbage collector looks through them again and
+  again while they are made, and once more when the process ends.
+- DDP, the first optimizer and Lightning import torch's compiler, which nothing in these programs calls.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import runpy
 import sys
 import types
 from typing import Any
 
-import torch
-
 
 def main() -> None:
-    """Become the program."""
-    _leave_the_compiler_out()
-    gc.freeze()  # what torch has made stays; nothing looks through it when the process ends
+    """Import torch, and become the program."""
     sys.argv = sys.argv[1:]
+    gc.disable()
+    importlib.import_module("torch")
+    _leave_the_compiler_out()
+    gc.freeze()
+    gc.enable()
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _leave_the_compiler_out() -> None:
     """Put in place of `torch._dynamo` what is asked of it where nothing is compiled; anything else raises."""
+    import torch
+
     ignored: list[Any] = []
     torch._dynamo = _module(  # type: ignore[assignment]
         "torch._dynamo",
