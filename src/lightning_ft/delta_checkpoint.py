@@ -25,7 +25,7 @@ from lightning_ft.checkpoint.share import Logged
 from lightning_ft.checkpoint.store import Store, open_store
 from lightning_ft.checkpoint.writer import Plan, Writer
 from lightning_ft.comm import backend
-from lightning_ft.comm.backend import is_member, progress
+from lightning_ft.comm.backend import is_member
 from lightning_ft.ddp import FaultTolerantDDP
 from lightning_ft.delta_interval import Interval
 from lightning_ft.delta_memory import Kept, Snapshot
@@ -355,7 +355,6 @@ class DeltaCheckpoint(ModelCheckpoint):
         saver = self._saver
         with WaitingBar("Waiting for the last checkpoint to be written") as bar:
             while waits and saver is not None and not saver.wait_written(1.0):
-                progress("writing a checkpoint")
                 bar.done()
         error = None if saver is None else saver.take_error()
         is_busy, first, is_torn = self._agree(trainer, error)
@@ -368,7 +367,6 @@ class DeltaCheckpoint(ModelCheckpoint):
         # After a failure there is nothing left to commit; but what this rank itself still writes is not waited for.
         with WaitingBar("Waiting for the last checkpoint to be complete") as bar:
             while saver is not None and (waits or (has_failed and saver.is_committing)) and not saver.wait(1.0):
-                progress("committing a checkpoint")
                 bar.done()
         if waits or has_failed:  # what came of it, only the rank that commits knows
             late = None if saver is None else saver.take_error()

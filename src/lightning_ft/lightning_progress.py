@@ -1,4 +1,4 @@
-"""A bar on rank 0 for what keeps a fit waiting longer than some seconds."""
+"""What keeps a fit waiting: that it goes on, and a bar on rank 0 if it takes longer than some seconds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Self
 
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
+from lightning_ft.comm.backend import progress
 from lightning_ft.lightning_internals import rank_zero_rank
 
 AFTER_S = 3.0
@@ -36,7 +37,8 @@ class WaitingBar:
             self._bar.close()
 
     def done(self, num_bytes: int = 0) -> None:
-        """Note that so much more is done, or that it goes on."""
+        """Note that so much more is done, or that it goes on: who does it is not taken for hung."""
+        progress(self._what)
         self._num_bytes += num_bytes
         if self._total_bytes is not None:  # what is read to find out what to read is in no total
             self._num_bytes = min(self._num_bytes, self._total_bytes)

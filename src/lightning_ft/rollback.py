@@ -23,6 +23,7 @@ from lightning_ft.checkpoint.records import Key
 from lightning_ft.checkpoint.restore import restore
 from lightning_ft.checkpoint.snapshots import num_share_bytes, put_share
 from lightning_ft.checkpoint.tree import unflatten
+from lightning_ft.checkpoint.watched import WatchedStore
 from lightning_ft.comm import backend
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
 from lightning_ft.comm.transfer import State
@@ -31,6 +32,7 @@ from lightning_ft.delta_checkpoint import DeltaCheckpoint
 from lightning_ft.delta_memory import Snapshot
 from lightning_ft.elastic import parameters_and_rest, set_random_state
 from lightning_ft.errors import FINAL, CheckpointError, FaultToleranceError, MembershipChangedError
+from lightning_ft.lightning_progress import WaitingBar
 
 _PIECE_BYTES = 64 << 20
 
@@ -225,7 +227,9 @@ class Rollback:
         if own is None:
             raise MembershipChangedError("the rank that held what all need is gone")
         try:
-            return restore(self._saves.open_store(), key=key, weights_only=False).state, own, None
+            with WaitingBar("Going back to an earlier state") as bar:
+                store = WatchedStore(self._saves.open_store(), bar.done)
+                return restore(store, key=key, weights_only=False).state, own, None
         except CheckpointError as error:
             return None, own, str(error)
 

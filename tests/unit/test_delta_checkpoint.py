@@ -156,13 +156,17 @@ torch.save(state["state_dict"], sys.argv[2])
 def test_long_waits_are_shown(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A restore with how much of it is done; nothing is, as long as it is quick."""
+    """A restore with how much of it is done; nothing is, as long as it is quick. Each sign of it counts as progress."""
     url = tmp_path / "run"
+    said: list[str] = []
+    monkeypatch.setattr(lightning_progress, "progress", said.append)
     _fit(tmp_path, lightning_ft.DeltaCheckpoint(url, every_n_epochs=1), max_epochs=1)
     for after_s in (60.0, 0.0):
         monkeypatch.setattr(lightning_progress, "AFTER_S", after_s)
         _fit(tmp_path, lightning_ft.DeltaCheckpoint(url, every_n_epochs=1), ckpt_path="last", max_epochs=2)
         assert (f"Restoring from {url}: 100%" in capsys.readouterr().err) == (after_s == 0.0)
+        assert f"Restoring from {url}" in said
+        said.clear()
     with WaitingBar("Waiting") as bar:
         bar.done()
     assert "Waiting: 00:00" in capsys.readouterr().err
