@@ -30,6 +30,9 @@ class Job:
         stores: The storage as each rank sees it.
         mode: Of its checkpoints.
         options: For the writers.
+
+    Attributes:
+        reason: Why the last checkpoint could not be a log.
     """
 
     def __init__(self, stores: Iterable[Store], mode: str, **options: Any) -> None:
@@ -39,6 +42,7 @@ class Job:
         self.net = torch.nn.Sequential(torch.nn.Linear(3, 20), torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 70))
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01, foreach=False)
         self.step = 0
+        self.reason: str | None = None
         self.snap = Snap()
         self.set_ranks(stores)
         self.snap.begin([self.optimizer])
@@ -97,7 +101,8 @@ class Job:
         """Plan a save, as rank 0 does, and round if the mode does so."""
         self.flats = [FlatState(self.state()) for _ in self.writers]
         reasons = [log.check(flat, self.step - self.saved_at) for log, flat in zip(self.logs, self.flats, strict=True)]
-        is_base = self.mode == "gradlog" and (any(reasons) or self.writers[0].last_step != self.saved_at)
+        self.reason = next(filter(None, reasons), None)
+        is_base = self.mode == "gradlog" and (self.reason is not None or self.writers[0].last_step != self.saved_at)
         plan = self.writers[0].plan(self.step, is_base=is_base)
         self.saved_at = self.step
         if self.mode == "snap":
