@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ft.checkpoint.bounded import DEFAULT_ERROR
+from lightning_ft.checkpoint.export import RANKS
 from lightning_ft.checkpoint.manifests import published_keys
 from lightning_ft.checkpoint.records import Key, Manifest, manifest_path
 from lightning_ft.checkpoint.saver import Saved, Saver
@@ -43,10 +44,6 @@ from lightning_ft.lightning_internals import (
 )
 from lightning_ft.lightning_progress import WaitingBar
 from lightning_ft.rejoin import go_on
-
-_RANKS = "lightning_ft_ranks"
-"""Entry of a checkpoint: what a fit with the same number of ranks goes on with."""
-
 
 _DECISIONS = ("_last_step", "_seen_step", "_asks_at", "_is_owed", "_is_fenced", "_waits_for_end")
 
@@ -314,7 +311,7 @@ class DeltaCheckpoint(ModelCheckpoint):
             self._saver = Saver(self._writer(trainer.global_rank, trainer.world_size), self._saved)
             group: Any = getattr(trainer.strategy, "group", None)
             self._members = None if group is None else group.members
-        state = {**dump_checkpoint(trainer), _RANKS: self._of_ranks(trainer)}
+        state = {**dump_checkpoint(trainer), RANKS: self._of_ranks(trainer)}
         is_base = self._mode.needs_base(trainer, state, self._saver.writer)
         plan, error = self._plan(trainer.global_step, is_base=is_base) if trainer.is_global_zero else (None, None)
         plan, is_fenced = trainer.strategy.broadcast((plan, isinstance(error, StaleWriterError)))
@@ -517,7 +514,7 @@ class DeltaCheckpoint(ModelCheckpoint):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        ranks = checkpoint.get(_RANKS)
+        ranks = checkpoint.get(RANKS)
         self._begins_epoch = ranks is not None and ranks["is_epoch_over"]
         self._ranks = ranks if ranks is not None and len(ranks["own"]) == trainer.world_size else None
         if self._ranks is not None and self._place is not None:

@@ -17,7 +17,7 @@ from lightning_ft.checkpoint.store import open_store
 from lightning_ft.errors import CheckpointError
 
 RANKS = "lightning_ft_ranks"
-"""Entry of a fit's state that `DeltaCheckpoint` alone reads: the ranks' random generators."""
+"""Entry of a fit's state that `DeltaCheckpoint` alone reads: what a fit with the same number of ranks goes on with."""
 
 _COPY_BYTES = 16 << 20
 
