@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import lightning_ft_autoload
+
 ROOT = Path(__file__).parents[2]
 GROUP = "torch.backends"
-
-MAKE = "strategy = Trainer(accelerator='cpu', devices=1, strategy='ft_ddp', logger=False).strategy"
 
 
 @pytest.fixture
@@ -34,42 +35,56 @@ def run(program: str, environment: dict[str, str]) -> subprocess.CompletedProces
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "from lightning import Trainer",
-        "import torch; from lightning.pytorch import Trainer",
-    ],
-)
-def test_trainer_knows_the_strategy(imports: str, installed: dict[str, str]) -> None:
-    """Whatever is imported first."""
-    done = run(f"{imports}\n{MAKE}\nprint(type(strategy).__name__)", installed)
-    assert done.stdout.strip() == "FaultTolerantDDPStrategy", done.stderr
-
-
-def test_fabric_knows_the_strategy(installed: dict[str, str]) -> None:
-    """Fabric has a registry of its own."""
-    make = "strategy = Fabric(accelerator='cpu', devices=1, strategy='ft_ddp').strategy"
-    done = run(f"from lightning.fabric import Fabric\n{make}\nprint(type(strategy).__name__)", installed)
-    assert done.stdout.strip() == "FaultTolerantFabricStrategy", done.stderr
+def test_trainer_and_fabric_know_the_strategy(installed: dict[str, str]) -> None:
+    """Each has a registry of its own. Here it is Lightning that imports torch."""
+    program = (
+        "from lightning import Trainer, Fabric\n"
+        "print(type(Trainer(accelerator='cpu', devices=1, strategy='ft_ddp', logger=False).strategy).__name__)\n"
+        "print(type(Fabric(accelerator='cpu', devices=1, strategy='ft_ddp').strategy).__name__)"
+    )
+    done = run(program, installed)
+    assert done.stdout.split() == ["FaultTolerantDDPStrategy", "FaultTolerantFabricStrategy"], done.stderr
 
 
 def test_importing_torch_imports_no_more_than_the_hook(installed: dict[str, str]) -> None:
-    """Who does not use Lightning pays nothing, and gets no backend that he did not ask for."""
-    done = run("import torch, sys\nprint({'lightning_ft', 'lightning_ft_autoload'} & set(sys.modules))", installed)
-    assert done.stdout.strip() == "{'lightning_ft_autoload'}", done.stderr
+    """Who does not use Lightning pays nothing, and gets no backend that he did not ask for; Lightning comes later."""
+    program = (
+        "import torch, sys\n"
+        "print({'lightning_ft', 'lightning_ft_autoload'} & set(sys.modules))\n"
+        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        "print('ft_ddp' in StrategyRegistry)"
+    )
+    done = run(program, installed)
+    assert done.stdout.splitlines() == ["{'lightning_ft_autoload'}", "True"], done.stderr
 
 
 def test_broken_installation_breaks_neither_torch_nor_lightning(installed: dict[str, str], tmp_path: Path) -> None:
-    """Neither without wrapt, nor with a lightning_ft that can't be imported."""
-    broken = tmp_path / "broken" / "lightning_ft"
-    broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text("raise RuntimeError('broken')")
-    paths = os.pathsep.join([str(broken.parent), installed["PYTHONPATH"]])
-    done = run("import lightning, torch\nprint('fine')", {**installed, "PYTHONPATH": paths})
-    assert done.stdout == "fine\n", done.stderr
-    done = run("import sys; sys.modules['wrapt'] = None\nimport torch\nprint('fine')", installed)
-    assert done.stdout == "fine\n", done.stderr
+    """A lightning_ft that can't be imported is no error of theirs; a package of its name stands for Lightning."""
+    broken = tmp_path / "broken"
+    for name, text in {
+        "lightning_ft": "raise RuntimeError('broken')",
+        "lightning": "",
+        "lightning/pytorch": "",
+    }.items():
+        (broken / name).mkdir(parents=True)
+        (broken / name / "__init__.py").write_text(text)
+    paths = os.pathsep.join([str(broken), installed["PYTHONPATH"]])
+    program = (
+        "import logging; logging.basicConfig(level='DEBUG', format='%(message)s')\n"
+        "import lightning, torch, lightning.pytorch\n"
+        "print(lightning.__file__)"
+    )
+    done = run(program, {**installed, "PYTHONPATH": paths})
+    assert done.stdout.strip() == str(broken / "lightning" / "__init__.py"), done.stderr
+    assert "strategy='ft_ddp' is not known before `import lightning_ft`: RuntimeError('broken')" in done.stderr
+
+
+def test_without_wrapt_torch_is_as_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What torch calls at the end of its import never raises."""
+    monkeypatch.setitem(sys.modules, "wrapt", None)
+    with caplog.at_level(logging.DEBUG, "lightning_ft"):
+        lightning_ft_autoload.register_when_lightning_is_imported()
+    assert "is not known before `import lightning_ft`: ModuleNotFoundError" in caplog.text
 
 
 def test_torch_still_calls_entry_points() -> None:
