@@ -93,6 +93,7 @@ class ElasticFabricDataLoader(_FabricDataLoader):
         self._is_begun = False  # it may be by the process that this one's state is from
         self._num_open = 0
         self._has_trained = False
+        self._drawing: object = None  # the iterator that is asked for batches, whose end is that of the epoch
 
     @override
     def __iter__(self) -> Iterator[Any]:
@@ -100,12 +101,16 @@ class ElasticFabricDataLoader(_FabricDataLoader):
             self._deal.set_epoch(self._epoch)
             self._is_begun, self._has_trained = True, False
         self._deal.redeal()
+        self._drawing = own = object()
         try:
-            yield from self._rest_of_epoch()
+            for batch in self._rest_of_epoch():
+                yield batch
+                self._drawing = own
         finally:
-            self._num_open = 0
-            self._is_begun = False
-            self._epoch += 1
+            if self._drawing is own:  # else a state was loaded since, and nobody goes on with this one
+                self._num_open = 0
+                self._is_begun = False
+                self._epoch += 1
 
     def _rest_of_epoch(self) -> Iterator[Any]:
         while True:
@@ -155,3 +160,4 @@ class ElasticFabricDataLoader(_FabricDataLoader):
         """
         self._deal.load_state_dict(state["sampler"])
         self._epoch, self._is_begun, self._has_trained = state["epoch"], state["is_begun"], state["has_trained"]
+        self._num_open, self._drawing = 0, None

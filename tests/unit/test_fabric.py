@@ -66,10 +66,10 @@ def test_an_unknown_argument_is_named(name: str) -> None:
 
 
 def test_the_first_rank_of_each_node_prints() -> None:
-    """Whoever that is now: who comes back goes to the end."""
-    members = ("0/1", "1/0", "1/1", "0/0")
+    """Whoever that is now: who comes back is behind the others of its node."""
+    members = ("0/1", "0/0", "1/0", "1/1")
     is_first = FaultTolerantFabricStrategy._is_first_of_node
-    assert [is_first(members, member) for member in members] == [True, True, False, False]
+    assert [is_first(members, member) for member in members] == [True, False, True, False]
 
 
 LENGTH = 26
@@ -176,6 +176,23 @@ def test_nobody_joins_between_a_batch_and_its_step(monkeypatch: pytest.MonkeyPat
         loader.check_boundary()
     loader.on_commit([0])
     loader.check_boundary()
+
+
+def test_an_iterator_from_before_a_restore_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that holds on to it goes on where the state was taken, in the same epoch."""
+    ranks = Ranks(monkeypatch, 1)
+    (loader,) = ranks.loaders.values()
+    iterator = iter(loader)
+    seen = ranks.epoch({0: iterator}, 3)
+    state = loader.state_dict()
+    ranks.epoch({0: iterator}, 2)
+    next(iterator)
+    loader.load_state_dict(state)
+    loader.check_boundary()
+    iterator = iter(loader)  # only now the old one is closed
+    seen += ranks.epoch({0: iterator})
+    assert sorted(seen.elements()) == list(range(LENGTH))
+    assert loader.state_dict()["epoch"] == 1
 
 
 def test_drop_last_ends(monkeypatch: pytest.MonkeyPatch) -> None:
