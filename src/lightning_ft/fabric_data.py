@@ -14,13 +14,13 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.wrappers import _FabricDataLoader
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from lightning_ft.comm.backend import progress
 from lightning_ft.data.batches import LevelBatchSampler
 from lightning_ft.data.sampler import ElasticDistributedSampler
-from lightning_ft.lightning_deal import tell_shard
+from lightning_ft.lightning_deal import elastic_sampler, level_batches, tell_shard
 from lightning_ft.lightning_refresh import renumber_sampler
 
 
@@ -35,19 +35,11 @@ def use_elastic_loaders(fabric: Fabric, follow: Callable[[ElasticFabricDataLoade
     make_sampler, set_up = known._get_distributed_sampler, known._setup_dataloader
 
     def get_distributed_sampler(dataloader: Any, **kwargs: Any) -> Any:
-        stock = make_sampler(dataloader, **kwargs)
-        if not isinstance(dataloader.sampler, RandomSampler | SequentialSampler):
-            return stock
-        return ElasticDistributedSampler(
-            stock.dataset, stock.num_replicas, stock.rank, stock.shuffle, stock.seed, stock.drop_last
-        )
+        return elastic_sampler(dataloader, make_sampler(dataloader, **kwargs))
 
     def setup_dataloader(*args: Any, **kwargs: Any) -> Any:
         loader = set_up(*args, **kwargs)
-        batches = loader.batch_sampler
-        if type(batches) is BatchSampler and isinstance(batches.sampler, ElasticDistributedSampler):
-            batches.__class__ = LevelBatchSampler  # a loader takes no other one
-            batches.full_size = batches.batch_size  # type: ignore[attr-defined]
+        if level_batches(loader) is not None:
             loader.__class__ = ElasticFabricDataLoader
             loader.begin()
             follow(loader)

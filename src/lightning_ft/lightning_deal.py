@@ -38,11 +38,31 @@ def _get_distributed_sampler(
 ) -> Any:
     stock = _stock_sampler(dataloader, shuffle, overfit_batches, mode=mode, **kwargs)
     is_ours = isinstance(dist.group.WORLD, FaultTolerantProcessGroup) and mode != RunningStage.PREDICTING
-    if not is_ours or not isinstance(dataloader.sampler, RandomSampler | SequentialSampler):
+    return elastic_sampler(dataloader, stock) if is_ours else stock
+
+
+def elastic_sampler(loader: Any, stock: Any) -> Any:
+    """Return an `ElasticDistributedSampler` in the place of Lightning's, if a loader's data are in a known order.
+
+    Args:
+        loader: As the user has made it.
+        stock: The sampler that Lightning would put into it.
+    """
+    if not isinstance(loader.sampler, RandomSampler | SequentialSampler):
         return stock
     return ElasticDistributedSampler(
         stock.dataset, stock.num_replicas, stock.rank, stock.shuffle, stock.seed, stock.drop_last
     )
+
+
+def level_batches(loader: object) -> LevelBatchSampler | None:
+    """Return a loader's batches, made level for when its data are dealt anew; None: they can't be dealt anew."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    if type(batches) is BatchSampler and isinstance(batches.sampler, ElasticDistributedSampler):
+        known: Any = batches
+        known.__class__ = LevelBatchSampler  # a loader takes no other one
+        known.full_size = known.batch_size
+    return batches if isinstance(batches, LevelBatchSampler) else None
 
 
 class Loader(NamedTuple):
@@ -107,11 +127,8 @@ def find_deal(fit: Any, *, is_exact: bool) -> Deal | None:
         return None
     loaders = []
     for loader in combined.flattened:
-        sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-        if type(batches) is BatchSampler and isinstance(sampler, ElasticDistributedSampler):
-            batches.__class__ = LevelBatchSampler  # a loader takes no other one
-            batches.full_size = batches.batch_size  # type: ignore[attr-defined]
-        if type(batches) is not LevelBatchSampler:
+        batches = level_batches(loader)
+        if batches is None:
             return None
         batches.starts_again = combined._mode == "max_size_cycle" and len(combined.flattened) > 1
         batches.is_exact = is_exact and len(combined.flattened) == 1
