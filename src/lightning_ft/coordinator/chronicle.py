@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from lightning_ft.coordinator.metrics import JobMetrics
 from lightning_ft.event_log import EventLog
+from lightning_ft.history.lines import is_start
 
 logger = logging.getLogger("lightning_ft")
-
-_START = '"event": "job_started"'
-"""In a line, as the event log writes it, and in no other: quotes in a text are escaped."""
 
 _MAX_OVERLAP = 10_000
 """Of so many lines at a file's end it is known that they were read."""
@@ -57,13 +56,13 @@ class Chronicle:
 
     def _read(self, path: Path, loop: asyncio.AbstractEventLoop) -> None:
         self._event_log.flush()  # what the last coordinator had not written yet
+        take: Callable[[], None] = self._end_reading
         try:
-            metrics, known = fold(path)
+            take = functools.partial(self._take, *fold(path))
         except OSError as error:  # of another host, or the disk is broken: what comes from now on is all there is
             logger.warning("The event log %s can't be read: %s. Metrics count from now on.", path, error.strerror)
-            return
         with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
-            loop.call_soon_threadsafe(self._take, metrics, known)
+            loop.call_soon_threadsafe(take)
 
     def _take(self, metrics: JobMetrics, known: Collection[str]) -> None:
         for line in self._followed:
@@ -88,7 +87,7 @@ def fold(path: Path) -> tuple[JobMetrics, Collection[str]]:
     metrics, lines = JobMetrics(), collections.deque[str](maxlen=_MAX_OVERLAP)
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            if _START in line:
+            if is_start(line):
                 metrics = JobMetrics()
             metrics.add(line)
             lines.append(line)

@@ -304,6 +304,26 @@ def test_chronicle_counts_each_line_once(num_before: int, num_read: int) -> None
     assert chronicle.metrics.checkpoints["saved"] == 4
 
 
+def test_chronicle_without_the_file_keeps_no_lines_for_it(tmp_path: Path) -> None:
+    """It counts what comes from now on, and waits for no file: a coordinator may run for months."""
+
+    async def run() -> Chronicle:
+        log = EventLog(tmp_path, clock=lambda: 0.0)  # a directory
+        chronicle = Chronicle(log)
+        log.append(saved(300.0, 1.0))
+        chronicle.begin(is_resumed=True)
+        async with asyncio.timeout(30):
+            while chronicle._followed:
+                await asyncio.sleep(0.001)
+        log.append(saved(400.0, 1.0))
+        log.close()
+        return chronicle
+
+    chronicle = asyncio.run(run())
+    assert chronicle.metrics.checkpoints["saved"] == 2
+    assert not chronicle._followed
+
+
 def test_fold_takes_the_last_run_in_a_file(tmp_path: Path) -> None:
     """A job that is started again appends to its event log; its counters begin anew."""
     path = tmp_path / "events.jsonl"
