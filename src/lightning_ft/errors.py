@@ -16,6 +16,7 @@ Exception
         ├── StaleWriterError         another process writes these checkpoints now (write nothing more)
         ├── CheckpointDamagedError   a piece of one is damaged or missing (use an older one)
         ├── UnsupportedCheckpointError   a newer program wrote it (use that), or it needs pickle (say so)
+        │   └── ReplayError              the optimizer here makes something else of it (use the machine that wrote it)
         └── CheckpointNotFoundError  there is none, or none that is intact
 ValueError                       a setting is wrong; raised before anything is started
 SystemExit
