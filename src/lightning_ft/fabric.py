@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import inspect
 import os
 import pathlib
 import weakref
@@ -74,14 +73,8 @@ class FaultTolerantFabricStrategy(RanksOfTheRing, DDPStrategy):
     ) -> None:
         known = {field.name for field in dataclasses.fields(Settings)} - _OF_THE_TRAINER
         for_ddp = {name: value for name, value in settings.items() if name not in known}
-        unknown = sorted(set(for_ddp) - set(inspect.signature(DistributedDataParallel.__init__).parameters))
-        if unknown:
-            raise ValueError(
-                f"{unknown[0]!r} is no setting of {type(self).__name__} and no argument of DistributedDataParallel"
-            )
-        timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
         chosen = {name: value for name, value in settings.items() if name in known}
-        self.settings = Settings.resolve(timeout=timeout_s, **chosen)
+        self._resolve_settings(timeout, for_ddp, **chosen)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

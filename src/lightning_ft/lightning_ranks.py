@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import inspect
 import io
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -13,10 +15,12 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.strategies.strategy import TBroadcast
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ft import lightning_internals
 from lightning_ft.comm.backend import confirm_membership, progress, starts_late
 from lightning_ft.comm.process_group import FaultTolerantProcessGroup
+from lightning_ft.config import Settings
 from lightning_ft.faultpoints import reach
 from lightning_ft.launch.launcher import member_environment
 
@@ -30,6 +34,34 @@ class RanksOfTheRing:
     cluster_environment: ClusterEnvironment | None
     num_processes: Any
     num_nodes: Any
+    settings: Settings
+
+    def _resolve_settings(
+        self,
+        timeout: float | str | datetime.timedelta | None,
+        others: Iterable[str],
+        *more_takers: Callable[..., Any],
+        **settings: Any,
+    ) -> None:
+        """Set `settings` to what the arguments and the environment say.
+
+        Args:
+            timeout: As the strategies take it.
+            others: Names of the arguments that are none of ours.
+            more_takers: Who else may take them, besides DistributedDataParallel.
+            settings: All else; None: not given.
+
+        Raises:
+            ValueError: A setting is wrong, or nobody takes an argument.
+        """
+        takers = (DistributedDataParallel.__init__, *more_takers)
+        unknown = sorted(set(others) - {name for taker in takers for name in inspect.signature(taker).parameters})
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]!r} is no setting of {type(self).__name__} and no argument of DistributedDataParallel"
+            )
+        timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+        self.settings = Settings.resolve(timeout=timeout_s, **settings)
 
     @property
     def group(self) -> FaultTolerantProcessGroup | None:

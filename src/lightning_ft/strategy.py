@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import inspect
 import pathlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,6 @@ from lightning_ft import lightning_deal, lightning_internals, lightning_metrics,
 from lightning_ft.boundary import Boundary
 from lightning_ft.child import watch_agent
 from lightning_ft.comm.backend import confirm_membership, progress
-from lightning_ft.config import Settings
 from lightning_ft.ddp import FaultTolerantDDP, StepCommit
 from lightning_ft.faultpoints import reach
 from lightning_ft.launch.launcher import AgentLauncher
@@ -125,13 +123,14 @@ class FaultTolerantDDPStrategy(RanksOfTheRing, DDPStrategy):
         topology: Literal["ring", "tree", "auto"] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
-        self.settings = Settings.resolve(
+        self._resolve_settings(
+            timeout,
+            ddp_kwargs,
+            DDPStrategy.__init__,
             min_world_size=min_world_size,
             max_failures=max_failures,
             heartbeat_interval=heartbeat_interval,
             heartbeat_timeout=heartbeat_timeout,
-            timeout=timeout_s,
             coordinator=coordinator,
             process_group_backend=process_group_backend,
             event_log=event_log,
@@ -154,13 +153,6 @@ class FaultTolerantDDPStrategy(RanksOfTheRing, DDPStrategy):
             verify_policy=verify_policy,
             topology=topology,
         )
-        takers = (DistributedDataParallel.__init__, DDPStrategy.__init__)
-        known = {name for taker in takers for name in inspect.signature(taker).parameters}
-        unknown = sorted(set(ddp_kwargs) - known)
-        if unknown:
-            raise ValueError(
-                f"{unknown[0]!r} is no setting of {type(self).__name__} and no argument of DistributedDataParallel"
-            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
