@@ -1,4 +1,4 @@
-"""The tables of the documentation are those of the code: settings, events, errors, fault points; and the history."""
+"""The tables of the documentation are those of the code: settings, events, errors, messages, fault points, history."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import lightning_ft
 from lightning_ft.comm.recovery import Recovery
 from lightning_ft.config import ENV_PREFIX, Settings
 from lightning_ft.history import fold
+from lightning_ft.membership import wire
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -75,6 +76,17 @@ def test_errors_table_is_that_of_the_code() -> None:
     documented = {row[0].strip("`") for row in table("errors.md", "error")}
     errors = {name for name in lightning_ft.__all__ if name.endswith("Error")}
     assert documented == errors - {"FaultToleranceError"} | {"ValueError"}
+
+
+def test_message_table_is_that_of_the_code() -> None:
+    """Each message is in the protocol, with its fields in their order, and no other."""
+    documented = set()
+    for _, types, fields in table("../PROTOCOL.md", "from → to"):
+        if fields != "as above":
+            documented |= {(name, fields.strip("`").partition("`")[0]) for name in quoted(types.partition(" (")[0])}
+    assert documented == {
+        (schema.type_name, ", ".join(field.name for field in schema.fields)) for schema in wire._SCHEMAS
+    }
 
 
 def test_fault_points_are_those_of_the_code() -> None:
