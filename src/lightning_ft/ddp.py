@@ -29,7 +29,7 @@ from lightning_ft.errors import LaunchError, ProtocolViolationError
 from lightning_ft.facts import facts_of_module, facts_of_verification
 from lightning_ft.faultpoints import reach
 from lightning_ft.reduction import CommHook, Commit, GradientReduction, Layout, Part, load_gradients
-from lightning_ft.verification import Check, Verifier
+from lightning_ft.verification import Verifier
 
 _STOPS, _LEAVES, _CLOSED, _ROLLBACKS, _JOINS = (1 << shift for shift in (0, 15, 30, 45, 60))
 """What a commit's word counts for a member that asks all to stop; that was asked to leave; that a joiner could not take
@@ -283,10 +283,7 @@ class FaultTolerantDDP(DistributedDataParallel):
     def _finish_at_the_end(self, reduction: GradientReduction) -> None:
         """Finish the reduction when backward has ended, but before DDP takes the result."""
         if reduction.is_delayed:  # DDP does not wait for the end of backward: it is there
-            check, commit = self._finish_reduction(reduction)
-            if check is not None:
-                reduction = self._verify(reduction, check, commit)
-            self._finish_step(reduction, commit)
+            self._finish_commit(*self._finish_reduction(reduction))
         else:  # DDP queues its own callback right after its last bucket was taken, for the same (sub-)backward
             _ENGINE.queue_callback(functools.partial(self._reduce_then_commit, reduction))
 
@@ -333,19 +330,15 @@ class FaultTolerantDDP(DistributedDataParallel):
         return layouts[index]
 
     def _reduce_then_commit(self, reduction: GradientReduction) -> None:
-        """Have DDP copy the result back while the commit is under way: whoever has the result needs no gradients.
+        """Have DDP copy the result back while the commit is under way: whoever has the result needs no gradients."""
+        reduction, commit = self._finish_reduction(reduction)
+        _ENGINE.queue_callback(functools.partial(self._finish_commit, reduction, commit))  # after DDP's own
 
-        A step that is verified has its result only when all have compared it.
+    def _finish_reduction(self, reduction: GradientReduction) -> tuple[GradientReduction, Commit]:
+        """Finish the reduction and start the commit; if the step is verified, do not return before all have compared.
+
+        Returns: The reduction that has made the result, which may be another one then, and the commit.
         """
-        check, commit = self._finish_reduction(reduction)
-        if check is None:
-            _ENGINE.queue_callback(functools.partial(self._finish_step, reduction, commit))  # after DDP's own
-        else:
-            reduction = self._verify(reduction, check, commit)
-            _ENGINE.queue_callback(functools.partial(self._end_step, reduction, commit))
-
-    def _finish_reduction(self, reduction: GradientReduction) -> tuple[Check | None, Commit]:
-        """Finish the reduction and start the commit."""
         reach("reduction.wait")
         ring, sequence = self._world.ring, self._world.sequence
         ring.run(sequence, reduction)
@@ -362,19 +355,15 @@ class FaultTolerantDDP(DistributedDataParallel):
         )
         self.is_rollback_requested = False
         ring.submit(sequence, commit)
-        return check, commit
+        if check is not None:
+            ring.finish(sequence, commit)
+            self.verifier.conclude(check, commit)
+            reduction = check.reduction
+        return reduction, commit
 
-    def _verify(self, reduction: GradientReduction, check: Check, commit: Commit) -> GradientReduction:
-        """Finish the commit, and what the comparison that goes with it asks for. Returns: Whose result it is."""
-        self._world.ring.finish(self._world.sequence, commit)
-        return self.verifier.conclude(check, commit) or reduction
-
-    def _finish_step(self, reduction: GradientReduction, commit: Commit) -> None:
-        self._world.ring.finish(self._world.sequence, commit)
-        self._end_step(reduction, commit)
-
-    def _end_step(self, reduction: GradientReduction, commit: Commit) -> None:
+    def _finish_commit(self, reduction: GradientReduction, commit: Commit) -> None:
         ring = self._world.ring
+        ring.finish(self._world.sequence, commit)
         stops, leaves, closed, rollbacks = (
             commit.total // unit % _MOST for unit in (_STOPS, _LEAVES, _CLOSED, _ROLLBACKS)
         )

@@ -140,10 +140,8 @@ class GradientReduction(Operation):
         """Return one that reduces the same local gradients anew; until DDP has taken the result."""
         anew = copy.copy(self)
         Operation.__init__(anew)
-        anew.kind, anew.name = (
-            Kind.OTHER,
-            "verify_reduction",
-        )  # the step's own is done: a recovery must not count it twice
+        anew.kind = Kind.OTHER  # the step's own is done: a recovery must not count it twice
+        anew.name = "verify_reduction"
         anew._early_generation = None
         for part in self._parts:
             part.early = None

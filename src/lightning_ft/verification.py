@@ -76,7 +76,7 @@ class Check:
     Attributes:
         step: Number of the gradient step.
         subjects: What is compared.
-        reduction: Where the step's gradients are from.
+        reduction: What has made the step's gradients; the later one, if it was done again.
         digests: Of the chunks here, as they are now.
         is_finite: Whether the gradients here are, as they are now.
         findings: By how much chunks differed here, and in what, by position.
@@ -222,27 +222,23 @@ class Verifier:
         self._digest(check)
         return check
 
-    def conclude(self, check: Check, commit: Commit) -> GradientReduction | None:
+    def conclude(self, check: Check, commit: Commit) -> None:
         """Compare, when the commit is final; before anybody uses the result.
-
-        Returns: The reduction that has made the result, if it was done again.
 
         Raises:
             FaultToleranceError: The ranks differ, and can't be made alike.
         """
         words = commit.digests
-        redone = None
         is_finite = not any(word & 1 for word in words)
         if len(set(words)) > 1:
             reach("verify.mismatch")
-            redone, is_finite = self._resolve(check)
+            is_finite = self._resolve(check)
         else:
             self._tell_alike(check.step)
         if is_finite:
             self._not_finite = None
         else:
             self._name_not_finite(check)
-        return redone
 
     # -- what is compared ---------------------------------------------------------------------------------------------
 
@@ -284,9 +280,8 @@ class Verifier:
 
     # -- a difference -------------------------------------------------------------------------------------------------
 
-    def _resolve(self, check: Check) -> tuple[GradientReduction | None, bool]:
-        """Find out and mend. Returns: The reduction, if it was done again, and whether all gradients are finite."""
-        redone: GradientReduction | None = None
+    def _resolve(self, check: Check) -> bool:
+        """Find out and mend. Returns: Whether all gradients are finite."""
         outcome = ""
         told: Mismatch | None = None
         chunks = chunks_of(check.subjects, self._settings.verify_chunk_bytes)
@@ -311,21 +306,19 @@ class Verifier:
             if heals:
                 outcome = HEALED
                 reach("verify.healed")
-            elif can_heal or not self._can_redo(check, chunks, found):
-                outcome = WARNED if can_heal else FAILED
+            elif can_heal:
+                outcome = WARNED
                 break
-            else:
+            elif told.what == [GRADIENTS]:  # of a state there is no other copy
                 outcome = REDONE
-                redone = check.reduction.again()
-                self._group.ring.run(self._group.sequence, redone)
+                check.reduction = check.reduction.again()
+                self._group.ring.run(self._group.sequence, check.reduction)
+            else:
+                outcome = FAILED
+                break
             self._digest(check)
-        self._conclude(check, outcome, told, redone)
-        return redone, is_finite
-
-    def _can_redo(self, check: Check, chunks: Sequence[Chunk], found: Sequence[Difference]) -> bool:
-        """The local gradients are still there; of a state there is no other copy."""
-        kinds = {check.subjects[chunks[difference.chunk].subject].kind for difference in found}
-        return kinds == {GRADIENTS}
+        self._conclude(check, outcome, told)
+        return is_finite
 
     def _gather(self, value: object) -> tuple[tuple[str, ...], list[Any]]:
         """Give every member every member's value, as JSON. Returns: Who took part, and what each has said."""
@@ -383,7 +376,7 @@ class Verifier:
             num_members=len(members),
         )
 
-    def _conclude(self, check: Check, outcome: str, told: Mismatch | None, redone: GradientReduction | None) -> None:
+    def _conclude(self, check: Check, outcome: str, told: Mismatch | None) -> None:
         """Record what was found, and end what must end; all members come here alike."""
         if told is None:  # whoever differed is gone
             return
@@ -403,7 +396,7 @@ class Verifier:
             has_majority=told.has_majority,
             policy=policy,
             outcome=outcome,
-            contributors=list((redone or check.reduction).final_members),
+            contributors=list(check.reduction.final_members),
         )
         where = f"{', '.join(told.chunks[:3])} ({', '.join(told.parameters[:3]) or 'parameter unknown'})"
         if outcome == EVICTED and ring.member in told.members:
