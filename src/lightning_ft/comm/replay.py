@@ -124,14 +124,16 @@ class Recorder:
         header = {"type": "step", "optimizer": number, "groups": _groups(optimizer)}
         tensors: list[Tensor] = []
         entries: list[list[Any]] = []
+        room_bytes = _STEP_BYTES
         for index, end in self._sent.items():
             gradient = self._trained.parameters[index].grad
             if self._optimizer_of[index] == number and gradient is not None:
                 entries.append([index, end, str(gradient.dtype).removeprefix("torch.")])
                 tensors.append(_copy(_flat(gradient)[:end]))
-                if sum(tensor.nbytes for tensor in tensors) >= _STEP_BYTES:
+                room_bytes -= tensors[-1].nbytes
+                if room_bytes <= 0:
                     yield Frame({**header, "gradients": entries}, tensors)
-                    tensors, entries = [], []
+                    tensors, entries, room_bytes = [], [], _STEP_BYTES
         if entries:
             yield Frame({**header, "gradients": entries}, tensors)
 
