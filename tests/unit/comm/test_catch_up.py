@@ -103,10 +103,17 @@ def following(store: GlooTransport, joiner: Process) -> Iterator[Follower]:
         follower.close()
 
 
-def feed(store: GlooTransport, process: Process, member: str, generation: int = 1, **other: Any) -> Feed:
-    """Have a member send."""
-    keywords = {"token": TOKEN, "patience_s": PATIENCE_S, "pace": Pace(0.1), **other}
-    return Feed(process.trained(), [store.address], donors=DONORS, member=member, generation=generation, **keywords)
+def feed(stores: list[GlooTransport], process: Process, member: str = DONORS[0], **other: Any) -> Feed:
+    """Have a member send to who has these stores."""
+    keywords = {
+        "donors": DONORS,
+        "generation": 1,
+        "token": TOKEN,
+        "patience_s": PATIENCE_S,
+        "pace": Pace(0.1),
+        **other,
+    }
+    return Feed(process.trained(), [store.address for store in stores], member=member, **keywords)
 
 
 def train(members: list[Process], feeds: list[Feed], until: Callable[[], bool], first: int = 0, least: int = 5) -> int:
@@ -143,7 +150,7 @@ def test_a_joiner_has_bitwise_what_members_have(store: GlooTransport, name: str)
         member.step(1000)
     joiner = Process(OPTIMIZERS[name], 0)
     with following(store, joiner) as follower:
-        feeds = [feed(store, process, member) for process, member in zip(members, DONORS, strict=True)]
+        feeds = [feed([store], process, member) for process, member in zip(members, DONORS, strict=True)]
         train(members, feeds, lambda: all(one.is_over for one in feeds))
         before = copy.deepcopy(joiner.replicated())
         members[0].step(1001)
@@ -159,16 +166,7 @@ def test_a_joiner_steps_while_members_do(store: GlooTransport) -> None:
     """It has their gradients before they have stepped themselves: at its admission they do not wait for its step."""
     process, joiner = Process(OPTIMIZERS["sgd"], 0), Process(OPTIMIZERS["sgd"], 0)
     with following(store, joiner):
-        one = Feed(
-            process.trained(),
-            [store.address],
-            donors=DONORS[:1],
-            member="0/0",
-            generation=1,
-            token=TOKEN,
-            pace=Pace(0.1),
-            patience_s=PATIENCE_S,
-        )
+        one = feed([store], process, donors=DONORS[:1])
         there, here = joiner.net[1].weight, process.net[1].weight
         step = train([process], [one], lambda: one.is_over and torch.equal(there, here))
         before, deadline_s = there.detach().clone(), time.monotonic() + 60.0
@@ -189,16 +187,7 @@ def test_one_that_dies_does_not_hold_up_another(stores: list[GlooTransport]) -> 
     process = Process(OPTIMIZERS["adamw"], 0)
     joiners = [Process(OPTIMIZERS["adamw"], 0) for _ in stores]
     with following(stores[0], joiners[0]) as dying, following(stores[1], joiners[1]) as follower:
-        one = Feed(
-            process.trained(),
-            [store.address for store in stores],
-            donors=DONORS[:1],
-            member="0/0",
-            generation=1,
-            token=TOKEN,
-            pace=Pace(0.1),
-            patience_s=PATIENCE_S,
-        )
+        one = feed(stores, process, donors=DONORS[:1])
         step = train([process], [one], lambda: True, least=2)
         dying.close()
         train([process], [one], lambda: one.is_over and one._outlets[0].is_broken, first=step)
@@ -213,20 +202,11 @@ def test_members_of_a_newer_view_send_anew(store: GlooTransport) -> None:
     joiner = Process(OPTIMIZERS["adamw"], 5)
     joiner.net[2].load_state_dict(members[0].net[2].state_dict())
     with following(store, joiner) as follower:
-        feeds = [feed(store, process, member) for process, member in zip(members, DONORS, strict=True)]
+        feeds = [feed([store], process, member) for process, member in zip(members, DONORS, strict=True)]
         step = train(members, feeds, lambda: True, least=3)
         feeds[1].give_up()
         feeds[0].give_up()
-        one = Feed(
-            members[0].trained(),
-            [store.address],
-            donors=DONORS[:1],
-            member="0/0",
-            generation=2,
-            token=TOKEN,
-            pace=Pace(0.1),
-            patience_s=PATIENCE_S,
-        )
+        one = feed([store], members[0], donors=DONORS[:1], generation=2)
         train(members[:1], [one], lambda: one.is_over, first=step)
         one.end()
         follower.finish()
@@ -239,7 +219,7 @@ def test_a_joiner_that_reads_nothing_is_given_up(store: GlooTransport, monkeypat
     process = Process(OPTIMIZERS["adamw"], 0)
     joiner = Process(OPTIMIZERS["adamw"], 0)
     with following(store, joiner) as follower, follower._inlet._taking:  # it is stopped in the middle of a frame
-        one = feed(store, process, "0/0")
+        one = feed([store], process)
         most_bytes = 0
 
         def is_over() -> bool:
@@ -257,7 +237,7 @@ def test_who_has_not_the_token_sends_nothing(store: GlooTransport) -> None:
     process, joiner = Process(OPTIMIZERS["sgd"], 0), Process(OPTIMIZERS["sgd"], 3)
     before = copy.deepcopy(joiner.replicated())
     with following(store, joiner) as follower:
-        one = feed(store, process, "0/0", token="a guess")
+        one = feed([store], process, token="a guess")
         train([process], [one], lambda: one.is_over)
         one.end()
         follower.finish()
@@ -269,7 +249,7 @@ def test_an_optimizer_that_can_not_be_replayed_ends_it_alone(store: GlooTranspor
     process = Process(OPTIMIZERS["sgd"], 0)
     process.optimizer.state[next(process.net.parameters())] = {"old_dirs": [torch.zeros(3)]}
     with following(store, Process(OPTIMIZERS["sgd"], 0)):
-        one = feed(store, process, "0/0")
+        one = feed([store], process)
         one.at_boundary()
         assert one.is_over
         assert all(outlet.is_broken for outlet in one._outlets)
@@ -282,7 +262,7 @@ def test_gradients_that_fill_the_budget_end_it_before_the_state_is_whole(store: 
     members = [Process(OPTIMIZERS["sgd"], 0) for _ in DONORS]
     joiner = Process(OPTIMIZERS["sgd"], 5)
     with following(store, joiner) as follower:
-        feeds = [feed(store, process, member, pace=small) for process, member in zip(members, DONORS, strict=True)]
+        feeds = [feed([store], process, member, pace=small) for process, member in zip(members, DONORS, strict=True)]
         train(members, feeds, lambda: all(one.is_over for one in feeds))
         for one in feeds:
             one.end()
