@@ -7,7 +7,7 @@ import time
 import torch
 
 from lightning_ft.comm.place import Place, gather_now
-from lightning_ft.comm.topology import LARGEST_BYTES, RING_ONLY, TINY_BYTES, Choice, Times, zeros
+from lightning_ft.comm.topology import LARGEST_BYTES, RING_ONLY, TINY_BYTES, Choice, Times
 from lightning_ft.membership.arrangement import num_levels, tree
 
 _ROUNDS = {TINY_BYTES: 5, LARGEST_BYTES: 3}
@@ -30,7 +30,7 @@ def measure(place: Place) -> Times:
 
 
 def _took_ns(place: Place, num_bytes: int, choice: Choice) -> int:
-    tensor = zeros(num_bytes)
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8)
     place.choice = choice
     began_ns = time.monotonic_ns()
     place.inner.wait(place.allreduce(tensor))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from lightning_ft.comm.tree import is_exact
@@ -95,8 +94,3 @@ def choose(topology: str, members: Sequence[str], times: Times | None) -> Choice
 def needs_times(topology: str, members: Sequence[str]) -> bool:
     """Whether times have to be known, in a view of these members."""
     return topology == AUTO and len(members) >= FEWEST
-
-
-def zeros(num_bytes: int) -> Tensor:
-    """Return what is reduced to measure how long it takes."""
-    return torch.zeros(num_bytes, dtype=torch.uint8)
